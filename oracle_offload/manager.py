@@ -336,6 +336,11 @@ def attach(
         Where the order in which layers are used is kept from one run to the next, so that the first
         step of the next one is as quick as any: a file, or the folder of the checkpoints, in which
         it is named after the model's structure. A file of another model is passed over.
+    weights : str or path, optional
+        Files of safetensors, or their folder, that the weights are read from straight into locked
+        memory (docs/from-disk.md); `module` may be on the meta device then.
+    quantize : optional
+        With `weights`: how Linear weights are quantised as they are read (docs/from-disk.md).
     compress : {"lossless", "auto"}, optional
         Keep frozen weights in fewer bytes, without loss: all that get smaller, or the least that
         removes waiting for copies, and what `ram_budget` has no room for (docs/lossless.md).
@@ -358,6 +363,14 @@ def attach(
         The arena, or what stays resident, does not fit the device.
     MemoryError
         The host has no memory left for the weights.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+    >>> with oracle_offload.attach(model, "cpu", offload_percent=0.75) as manager:
+    ...     model(torch.randn(2, 256)).sum().backward()
+    ...     print(len(manager.layers), "layers stream;", manager.resident or "none stays")
+    8 layers stream; none stays
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"attach() takes an nn.Module, not {_described(module)}")

@@ -831,6 +831,17 @@ def record(
     Notes
     -----
     ``docs/recording.md`` says what is recorded, what that costs, and what the files hold.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with oracle_offload.attach(model, "cpu"), oracle_offload.record() as recorder:
+    ...     for _ in range(3):
+    ...         model(torch.randn(2, 256)).sum().backward()
+    ...         optimizer.step()
+    >>> len(recorder.recording().steps())  # recorder.export("run.html") shows them
+    3
     """
     return Recorder(
         path,

@@ -25,7 +25,7 @@ its own, and show time, memory, bytes over the link and whether the bits are tho
 training.
 
   oracle-offload bench --matrix examples/llm_lora.py -- --model ./llama --data texts.jsonl
-  oracle-offload bench --matrix examples/llm_lora.py --steps 20 --json matrix.json -- ...
+  oracle-offload bench --matrix examples/llm_lora.py --steps 20 --json -- ... > matrix.json
 
 SCRIPT is an example of the repository, or takes the flags that these have: it writes metrics.jsonl
 into --output, says "note: " and why where an option cannot be had, and prints the file of what it
@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--matrix", metavar="SCRIPT", required=True, help="every option of this training")
     add("--steps", metavar="N", default="8", help="of each training (default: 8)")
     add("--device", metavar="NAME", default="cuda", help="cuda, or cpu: simulated")
-    add("--json", metavar="FILE", help="write the rows to FILE as well")
+    add("--json", action="store_true", help="print JSON, not a table")
     add("more", nargs="*", metavar="FLAG", help="flags of the script, after --")
 
 
@@ -137,13 +137,13 @@ def run(args: argparse.Namespace, shown: int, error: int, usage: int, wrong: int
         rows = list(trained(args.matrix, flags, Path(folder), CELLS))
     try:
         with naming("write", "standard output"):
-            put(sys.stdout, to_text(rows))
-            if args.device == "cpu":
-                put(sys.stdout, "The device is simulated: seconds are those of this processor.\n")
-        if args.json:  # last: a file that cannot be written takes no table along
-            with naming("write", args.json):
+            if args.json:
                 document = {"schema": SCHEMA, "rows": [asdict(row) for row in rows]}
-                Path(args.json).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+                put(sys.stdout, json.dumps(document, indent=2) + "\n")
+            else:
+                put(sys.stdout, to_text(rows))
+            if args.device == "cpu" and not args.json:
+                put(sys.stdout, "The device is simulated: seconds are those of this processor.\n")
     except FileError as problem:
         print(problem, file=sys.stderr)
         return error

@@ -301,6 +301,12 @@ def plan(
         An argument that makes no sense; the message has its value.
     OffloadError
         A file or a class that does not hold what it should.
+
+    Examples
+    --------
+    >>> found = oracle_offload.plan("FLUX.1-dev", card="RTX 4090", ram="64GB", measure=False)
+    >>> found.verdict  # print(found) shows bytes, alternatives and what to paste
+    'weights fit streamed; activations unknown'
     """
     if train not in ("lora", "full"):
         raise ValueError(f"train={train!r} is neither 'lora' nor 'full'")

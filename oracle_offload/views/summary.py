@@ -297,6 +297,15 @@ def memory_summary(
     -----
     It raises nothing: what cannot be read is missing in the report, which says why in its `notes`.
     So it can be called before CUDA starts, after an error, and in a forked worker.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+    >>> with oracle_offload.attach(model, "cpu"):
+    ...     y = model(torch.randn(2, 256))
+    ...     report = oracle_offload.memory_summary(model=model)  # print(report) shows it
+    >>> [row.device for row in report.devices]
+    ['cpu']
     """
     notes: list[str] = []
     rows: list[DeviceUsage] = []

@@ -142,7 +142,7 @@ PLAN = {
     "memory_gbps": None, "tflops": None, "launch_s": None, "offload_percent": None,
     "margin": 0.08, "verify": None, "json": False, "html": None,
 }  # fmt: skip
-BENCH = {"matrix": "a.py", "steps": "8", "device": "cuda", "json": None, "more": []}
+BENCH = {"matrix": "a.py", "steps": "8", "device": "cuda", "json": False, "more": []}
 EXPLAIN = {
     "log": "-", "follow": False, "json": False, "all": False, "html": None, "history": None,
 }  # fmt: skip
@@ -161,8 +161,8 @@ TAKEN: dict[str, dict[str, object]] = {
         "offload_percent": 0.5, "margin": 0.1, "verify": "run.jsonl", "json": True, "html": "page",
     },
     "bench --matrix a.py": BENCH,
-    "bench --matrix a.py --steps 2 --device cpu --json f -- --rank 3": {
-        "matrix": "a.py", "steps": "2", "device": "cpu", "json": "f", "more": ["--rank", "3"],
+    "bench --matrix a.py --steps 2 --device cpu --json -- --rank 3": {
+        "matrix": "a.py", "steps": "2", "device": "cpu", "json": True, "more": ["--rank", "3"],
     },
     "watch": {"pid": None, "once": False, "json": False},
     "watch 7 --once --json": {"pid": 7, "once": True, "json": True},
@@ -249,4 +249,4 @@ def test_every_command_and_every_option_says_what_it_is_and_how_it_exits() -> No
         spelled = {option for action in command._actions for option in action.option_strings}
         assert not spelled & {"--quantise", "--offload", "--percent"}, name
         json_of = [a for a in command._actions if "--json" in a.option_strings]
-        assert all(a.help.startswith(("print JSON", "write the rows")) for a in json_of), name
+        assert all(a.help.startswith("print JSON") and a.nargs == 0 for a in json_of), name
