@@ -146,6 +146,11 @@ def _read(template: Template, text: str, position: int) -> Finding | None:
         following = text.find(template.anchor, position + len(template.anchor), end)
         if following >= 0 and not template.raw:
             end = max(following - 12, position + len(template.anchor))
+    # Not in the middle of a number, or between one and its unit.
+    while start < position and text[start - 1 : start].isdigit() and text[start].isdigit():
+        start += 1
+    while end > position and text[end - 1].isalnum() and text[end : end + 1].isalnum():
+        end -= 1
     raw = text[start:end]
     window = raw if template.raw else unwrap(raw)
     match = compiled(template.pattern).search(window)

@@ -157,6 +157,17 @@ def test_damaged_messages_never_raise_and_never_yield_a_number_of_their_own(
     try_one(seed, noise)
 
 
+def test_a_number_that_reaches_out_of_what_is_read_is_none() -> None:
+    """The last digits that were looked at were taken for the whole."""
+    limits = set()
+    for length in range(100, 180):
+        report = explain_oom(
+            f"PBS: job killed: mem 9kb{' ' * length}, mem 9kb exceeded limit 1234567kb"
+        )
+        limits |= {fact.value for name, fact in report.facts.items() if name == "limit"}
+    assert limits == {1234567 << 10}
+
+
 @pytest.mark.slow
 @settings(max_examples=100_000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**48), noise=st.text(max_size=200))
