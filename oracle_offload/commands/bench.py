@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -169,6 +170,9 @@ def trained(
         The first one is what the others are compared with.
     """
     expected: bytes | None = None
+    # The package that runs this is the one that is measured, installed or not.
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     for number, cell in enumerate(cells):
         print(f"{number + 1}/{len(cells)}: {cell.name}", file=sys.stderr, flush=True)
         output = folder / f"{number:02}"
@@ -177,6 +181,7 @@ def trained(
             capture_output=True,
             text=True,
             check=False,
+            env=environment,
         )
         if done.returncode != 0:
             lines = done.stderr.strip().splitlines()

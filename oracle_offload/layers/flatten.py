@@ -192,19 +192,17 @@ class Copy:
             taken = self._replaced.get(id(value))
             if taken is None:  # it has no elements, or came after attach
                 taken = value.to(self._device)
-            of_kind = getattr(type(taken), "of_kind", None)
-            if of_kind is not None:  # a `Handle`
-                if type(value) in _PLAIN:
-                    return taken
-                made = of_kind(taken, type(value))
-            else:
-                made = taken.detach()  # whose ``.data`` the code may re-point
-                if type(value) in _PLAIN:
-                    return made
-                made = Tensor._make_subclass(type(value), made, False)
+            # Another for each copy, whose ``.data`` the code may re-point.
+            of_kind = getattr(type(taken), "of_kind", None)  # of a `Handle`
+            kind = None if type(value) in _PLAIN else type(value)
+            copied: Tensor = taken.detach() if of_kind is None else of_kind(taken, kind)
+            if kind is None:
+                return copied
+            if of_kind is None:
+                copied = Tensor._make_subclass(kind, copied, False)
         for name, inner in vars(value).items():
-            made.__dict__[name] = self.of(inner)
-        return made
+            copied.__dict__[name] = self.of(inner)
+        return copied
 
     def _wrapper(self, value: Any) -> Tensor:
         names, meta = value.__tensor_flatten__()

@@ -6,18 +6,20 @@ same frame. autograd saves a handle as it would save the weight, so that in back
 formula, or that of whichever library wrote the operator, borrows again: no derivative is written
 out here, and nothing is known of the library.
 
-A view of a handle is a handle. So is, while the forward of its module runs, what elementwise
-operators make of handles and small tensors: a weight is dequantised where a product needs it, in
+A view of a handle is a handle. So is, while the forward of its module runs, what torch's operators
+make of handles and small tensors alone: a weight is dequantised where a product needs it, in
 forward and again in backward, and autograd keeps no dequantised copy.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NoReturn, cast
 
@@ -29,7 +31,7 @@ from .._core import BACKWARD, FORWARD, Taken
 from ..errors import OffloadError
 from ..geometry import tensor_bytes
 from ..gradients import note_trainable
-from ..operators import operator_of, run_in_mode
+from ..operators import operator_of, run_in_mode, tensors_in
 from .leaf import Masters, Tensors, version_of
 from .loan import Borrower, once_differentiable
 
@@ -37,6 +39,12 @@ _aten = torch.ops.aten
 _VIEWS = frozenset({_aten._unsafe_view.default, _aten._reshape_alias.default})  # in all but name
 _CASTS = frozenset({"dtype", "device"})
 _LARGEST_CONSTANT = 4096  # bytes of a tensor that a computation which is put off may keep
+_NOT_PUT_OFF = {
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+}
+_STATE = "_oracle_offload_handle"  # a library's class may have attributes of any other name
 _graph_task = torch._C._current_graph_task_id
 _throws: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 _wraps: Callable[..., Any] = Tensor._make_wrapper_subclass
@@ -47,7 +55,7 @@ class WantsMemory(OffloadError):
 
 
 class WasWritten(OffloadError):
-    """Code wrote to what was to be computed from a weight later."""
+    """Code wrote to a weight, or to what was to be computed from one later."""
 
 
 class _Thread(threading.local):
@@ -59,29 +67,59 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class Handle(Tensor):
-    """One tensor of a managed leaf, or what is to be made of it; see the module.
+@dataclass(frozen=True, eq=False, slots=True)
+class _Value:
+    """What a handle stands for; it never changes, whatever becomes of the handle.
+
+    Attributes
+    ----------
+    places : frozenset of int
+        Of the leaf's tensors that it is made of.
+    func, args, kwargs, at
+        The operator that makes it, and which of its results it is; no operator for one of the
+        leaf's tensors. Among the arguments are values, and constants.
+    """
+
+    places: frozenset[int]
+    func: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    at: int | None = None
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known of a handle.
 
     Attributes
     ----------
     layer : Borrower
         The leaf.
-    masters, version
-        Of the leaf when it was made: backward must not meet others.
-    place : int
-        Of the tensor among the leaf's names.
-    made_by : tuple, optional
-        The operator that makes it, its arguments, and which of several results it is.
+    masters, versions
+        Of the leaf, and of its tensors, when the handle was made: backward must not meet others.
+    value : _Value
+        What it stands for.
     like : Tensor
         One of the same geometry on the meta device.
     """
 
     layer: Borrower
     masters: Masters
-    version: int
-    place: int
-    made_by: tuple[Any, tuple[Any, ...], dict[str, Any], int | None] | None
+    versions: tuple[int, ...]
+    value: _Value
     like: Tensor
+
+    def name(self) -> str:
+        """Return the name of the (first) tensor within the attached model."""
+        return f"{self.layer.name}.{self.layer.names[min(self.value.places)]}".lstrip(".")
+
+
+def _state(handle: Tensor) -> _State:
+    return cast("_State", handle.__dict__[_STATE])
+
+
+class Handle(Tensor):
+    """One tensor of a managed leaf, or what is to be made of it; see the module."""
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -95,23 +133,25 @@ class Handle(Tensor):
         found = list(_handles_in((*args, *kwargs.values())))
         _refuse_writes(func, args, kwargs)
         if _may_be_put_off(func, found, args, kwargs):
-            return _put_off(found[0], func, args, kwargs)
+            with contextlib.suppress(
+                NotImplementedError
+            ):  # torch cannot tell the result's geometry
+                return _put_off(found[0], func, args, kwargs)
         return _borrowing(found, func, args, kwargs, {})
 
-    def of_kind(self, kind: type[Tensor]) -> Handle:
-        """Return the same as an object of a library's class of Parameters."""
-        return _made(self, self.like, self.made_by, _class_of(kind))
-
-    def name(self) -> str:
-        """Return the name of the tensor within the attached model."""
-        return f"{self.layer.name}.{self.layer.names[self.place]}".lstrip(".")
+    def of_kind(self, kind: type[Tensor] | None = None) -> Handle:
+        """Return another for the same, which is an object of a library's class of Parameters."""
+        return _handle(_state(self), self.device, Handle if kind is None else _class_of(kind))
 
     # ---- what needs memory ----
 
     def _want(self, what: str) -> NoReturn:
+        state = _state(self)
+        state.layer.wants_memory = True
         raise WantsMemory(
-            f"{what} of '{self.name()}': its weights are on the device for one operator at a time. "
-            "Leave the layer resident with ignore_modules=[...]."
+            f"{what} of '{state.name()}': its weights are on the device for one operator at a "
+            "time. From the next call on the layer's code gets tensors with memory; where that "
+            "does not help, leave it resident with ignore_modules=[...]."
         )
 
     def data_ptr(self) -> int:
@@ -140,15 +180,14 @@ class Handle(Tensor):
     @property
     def data(self) -> Tensor:
         """The same, unknown to autograd."""
-        return self.detach()
+        return self.of_kind()
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, Handle):
             self._want("assignment to .data")
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        for name in ("like", "made_by", "layer", "masters", "version", "place"):
-            self.__dict__[name] = value.__dict__[name]
+        self.__dict__[_STATE] = _state(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._want("a copy")
@@ -158,7 +197,7 @@ class Handle(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"Handle('{self.name()}', shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"Handle('{_state(self).name()}', shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"device='{self.device}')"
         )
 
@@ -175,7 +214,7 @@ def _class_of(kind: type[Tensor]) -> type[Handle]:
         if not isinstance(data, Handle):
             return kind(data, *args, **kwargs)
         made = data.of_kind(kind)
-        made.__dict__.update(vars(kind(data.like, *args, **kwargs)))
+        made.__dict__.update(vars(kind(_state(data).like, *args, **kwargs)))
         return made
 
     members = {"__new__": __new__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -184,46 +223,35 @@ def _class_of(kind: type[Tensor]) -> type[Handle]:
     return type(kind.__name__, (kind, Handle), members)
 
 
-def _made(
-    of: Handle | None,
-    like: Tensor,
-    made_by: Any,
-    kind: type[Handle] = Handle,
-    device: torch.device | None = None,
-) -> Handle:
+def _handle(state: _State, device: torch.device, kind: type[Handle] = Handle) -> Handle:
+    like = state.like
     made: Handle = _wraps(
         kind,
         like.size(),
         strides=like.stride(),
         storage_offset=like.storage_offset(),
         dtype=like.dtype,
-        device=device if of is None else of.device,
+        device=device,
     )
     _throws(made)
-    made.like, made.made_by = like, made_by
-    if of is not None:
-        made.layer, made.masters, made.version = of.layer, of.masters, of.version
-        made.place = of.place
+    made.__dict__[_STATE] = state
     return made
 
 
 def handles_of(layer: Borrower) -> Tensors:
     """Return a handle for each of a leaf's tensors, as they are now; None for those it lacks."""
+    masters = layer.masters
+    versions = tuple([0 if t is None else version_of((t,)) for t in masters.tensors])
     found: list[Handle | None] = []
-    version = version_of(layer.masters.read)
-    for place, (tensor, layout) in enumerate(
-        zip(layer.masters.tensors, layer.masters.layout, strict=True)
-    ):
-        if tensor is None or layout is None:
+    for place, layout in enumerate(masters.layout):
+        if layout is None:
             found.append(None)
             continue
         dtype, shape, stride = layout
         with torch.inference_mode(False):
             like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            handle = _made(None, like, None, device=layer.state.device)
-        handle.layer, handle.masters, handle.place = layer, layer.masters, place
-        handle.version = version
-        found.append(handle)
+            state = _State(layer, masters, versions, _Value(frozenset({place})), like)
+            found.append(_handle(state, layer.state.device))
     return tuple(found)
 
 
@@ -269,53 +297,75 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     rows = [*zip_longest(args, operator.positional[: len(args)], fillvalue=False)]
     rows += [(value, operator.named.get(name, False)) for name, value in kwargs.items()]
     for value, written in rows:
-        if written:
-            for handle in _handles_in((value,)):
-                raise WasWritten(
-                    f"{func} writes to '{handle.name()}', or to what is made of it: its bytes are "
-                    "on the device for one operator at a time, and what it writes would be lost. "
-                    "Leave the layer resident with ignore_modules=[...]."
-                )
+        for handle in _handles_in((value,)) if written else ():
+            state = _state(handle)
+            state.layer.puts_off = False
+            raise WasWritten(
+                f"{func} writes to '{state.name()}', or to what is made of it: its bytes are on "
+                "the device for one operator at a time, and what it writes would be lost. "
+                "Leave the layer resident with ignore_modules=[...]."
+            )
 
 
 def _may_be_put_off(
     func: Any, found: list[Handle], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
     """Whether an operator can run where its result is used: its operands will be the same then."""
-    layer = found[0].layer
+    layer = _state(found[0]).layer
     if id(layer) not in _thread.lent or not layer.puts_off or _thread.ends:
         return False
     if func is _aten._to_copy.default:
         return kwargs.keys() <= _CASTS and kwargs.get("device") in (None, found[0].device)
-    if torch.Tag.pointwise not in func.tags:
+    if getattr(func, "namespace", "") != "aten" or _NOT_PUT_OFF & {*func.tags}:
+        return False
+    if func._schema.is_mutable or not all(map(_is_tensor, func._schema.returns)):
         return False
     return all(
-        (isinstance(value, Handle) and value.layer is layer)
-        if isinstance(value, Handle)
-        else not value.requires_grad and tensor_bytes(value) <= _LARGEST_CONSTANT
+        _state(tensor).layer is layer
+        if isinstance(tensor, Handle)
+        else not tensor.requires_grad and tensor_bytes(tensor) <= _LARGEST_CONSTANT
         for value in (*args, *kwargs.values())
-        if isinstance(value, Tensor)
+        for tensor in (value if isinstance(value, list | tuple) else (value,))
+        if isinstance(tensor, Tensor)
     )
+
+
+def _is_tensor(returned: Any) -> bool:
+    return isinstance(returned.type, torch.TensorType)
 
 
 def _put_off(of: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return handles of what an operator makes of handles and constants."""
 
-    def meta(value: Any) -> Any:
+    def told(value: Any) -> Any:
         if isinstance(value, Handle):
-            return value.like
-        return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+            return _state(value).like
+        if isinstance(value, Tensor):
+            return torch.empty_like(value, device="meta")
+        return [told(one) for one in value] if type(value) in (list, tuple) else value
 
     def kept(value: Any) -> Any:
-        return value.clone() if isinstance(value, Tensor) and type(value) is Tensor else value
+        if isinstance(value, Handle):
+            return _state(value).value
+        if isinstance(value, Tensor):
+            return value.detach().clone()  # as it is now
+        return [kept(one) for one in value] if type(value) in (list, tuple) else value
 
+    state = _state(of)
+    places = frozenset[int]().union(
+        *(_state(handle).value.places for handle in _handles_in((*args, *kwargs.values())))
+    )
     with torch.inference_mode(False):
-        told = {key: meta(value) for key, value in kwargs.items() if key != "device"}
-        like = func(*map(meta, args), **told)
-        args, kwargs = tuple(map(kept, args)), {key: kept(v) for key, v in kwargs.items()}
-        if isinstance(like, list | tuple):
-            return [_made(of, one, (func, args, kwargs, at)) for at, one in enumerate(like)]
-        return _made(of, like, (func, args, kwargs, None))
+        geometry = {key: told(value) for key, value in kwargs.items() if key != "device"}
+        like = func(*map(told, args), **geometry)
+        row = places, func, tuple(map(kept, args)), {key: kept(v) for key, v in kwargs.items()}
+        if func is _aten.as_strided.default:  # where that begins in the memory of a tensor
+            row = *row[:2], (*row[2][:3], like.storage_offset() - state.like.storage_offset()), {}
+        alike = [
+            _handle(dataclasses.replace(state, value=_Value(*row, at), like=one), of.device)
+            for at, one in (enumerate(like) if isinstance(like, list | tuple) else ((None, like),))
+        ]
+    return alike if isinstance(like, list | tuple) else alike[0]
 
 
 def _borrowing(
@@ -326,8 +376,9 @@ def _borrowing(
     slots: dict[int, Tensors],
 ) -> Any:
     """Run an operator on the tensors that its handles stand for, each leaf's in its slot."""
-    for handle in found:
-        layer = handle.layer
+    # Slots of several leaves are taken in one order, whatever thread asks.
+    for handle in sorted(found, key=lambda each: _state(each).layer.member):
+        layer = _state(handle).layer
         if id(layer) in slots:
             continue
         here = _thread.lent.get(id(layer))
@@ -335,12 +386,11 @@ def _borrowing(
             slots[id(layer)] = here
             continue
 
-        # Of two leaves, the second's slot is taken while the first's is held. An arena has room for
-        # what one call of a model computes with.
         def go_on(tensors: Tensors, known: Borrower = layer) -> Any:
             return _borrowing(found, func, args, kwargs, {**slots, id(known): tensors})
 
-        return _lend(handle, _seconds(layer, func, args, kwargs), go_on)
+        own = [each for each in found if _state(each).layer is layer]
+        return _lend(own, _seconds(layer, func, args, kwargs), go_on)
     return _run(func, args, kwargs, slots)
 
 
@@ -349,9 +399,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], slots: dict[int, Tensors]
 
     def real(value: Any) -> Any:
         if isinstance(value, Handle):
-            if id(value) not in made:
-                made[id(value)] = _evaluated(value, real, slots)
-            return made[id(value)]
+            state = _state(value)
+            return _evaluated(state.value, slots[id(state.layer)], made)
         if type(value) in (list, tuple):
             return type(value)(map(real, value))
         return value
@@ -362,14 +411,23 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], slots: dict[int, Tensors]
     return _apart(result, memory)
 
 
-def _evaluated(handle: Handle, real: Callable[[Any], Any], slots: dict[int, Tensors]) -> Any:
-    if handle.made_by is None:
-        return slots[id(handle.layer)][handle.place]
-    func, args, kwargs, at = handle.made_by
-    made = run_in_mode(
-        func, tuple(map(real, args)), {key: real(value) for key, value in kwargs.items()}
-    )
-    return made if at is None else made[at]
+def _evaluated(value: Any, tensors: Tensors, made: dict[int, Any]) -> Any:
+    if type(value) in (list, tuple):
+        return [_evaluated(one, tensors, made) for one in value]
+    if not isinstance(value, _Value):
+        return value
+    if value.func is None:
+        (place,) = value.places
+        return tensors[place]
+    found = made.get(id(value))
+    if found is None:
+        args = tuple([_evaluated(one, tensors, made) for one in value.args])
+        kwargs = {key: _evaluated(one, tensors, made) for key, one in value.kwargs.items()}
+        if value.func is _aten.as_strided.default:
+            args = *args[:3], args[3] + args[0].storage_offset()
+        found = run_in_mode(value.func, args, kwargs)
+        made[id(value)] = found = found if value.at is None else found[value.at]
+    return found
 
 
 def _apart(result: Any, memory: set[int]) -> Any:
@@ -382,11 +440,15 @@ def _apart(result: Any, memory: set[int]) -> Any:
     return result
 
 
-def _lend(handle: Handle, seconds: float, compute: Callable[[Tensors], Any]) -> Any:
-    layer, task = handle.layer, _graph_task()
+def _lend(handles: Sequence[Handle], seconds: float, compute: Callable[[Tensors], Any]) -> Any:
+    state, task = _state(handles[0]), _graph_task()
+    layer = state.layer
     if layer.member < 0:
         layer.refuse_detached()
-    layer.check_unchanged(layer.backward_reads, handle.masters, handle.version)
+    for each in map(_state, handles):
+        places = sorted(each.value.places)
+        version = sum(each.versions[place] for place in places)
+        layer.check_unchanged([layer.names[place] for place in places], each.masters, version)
     kind = FORWARD
     if task != -1:
         layer.state.turned, kind = True, BACKWARD
@@ -404,8 +466,8 @@ def _seconds(layer: Borrower, func: Any, args: Any, kwargs: dict[str, Any]) -> f
     if formula is not None:
         with contextlib.suppress(Exception):  # some ask for the result's shape
             flops = formula(*args, **kwargs, out_val=None)
-    tensors = [value for value in args if isinstance(value, Tensor)]
-    moved = sum(value.numel() * value.element_size() for value in tensors)
+    tensors = list(tensors_in([*args, *kwargs.values()]))
+    moved = sum(map(tensor_bytes, tensors))
     return layer.state.time.kernel_seconds(float(flops), moved, tensors[0].dtype)
 
 

@@ -52,7 +52,8 @@ def forward_kind(task: int, training: bool) -> int:
 class Borrower(Leaf):
     """A leaf that something computes with, for as long as it has a slot."""
 
-    puts_off = True  # see `handle`: until code writes to what elementwise operators made of it
+    puts_off = True  # see `handle`: until its code writes to what it makes of its weights
+    wants_memory = False  # its code asks a weight for its address, and not operators alone
 
     def lend(self, kind: int, task: int, seconds: float, dtype: Cast, compute: Compute) -> Any:
         """Return ``compute(tensors)`` of the tensors as they lie in a slot.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..autocast import cast_dtype, computing_in
+from ..autocast import cast_dtype, computing_in, saving
 from ..errors import OffloadError
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _LARGEST_TABLE = 4096  # bytes
 _graph_task = torch._C._current_graph_task_id
+_autograd: Any = torch._C._autograd
+_hooks_allowed = _autograd._saved_tensors_hooks_is_enabled
 _constant: Callable[..., Any] = torch.compiler.assume_constant_result  # to a compiler
 
 
@@ -51,6 +53,10 @@ def _clock_of(tensor: Tensor) -> Tensor:
         clock = tensor.detach()
         clock.data = nothing
         return clock
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _format_of(module: nn.Module) -> Format:
@@ -70,7 +76,7 @@ class QuantisedLayer(Traced):
     node = node_of("ManagedQuantised")
     operator = staticmethod(traced.quantised)
     may_be_tried = False
-    wants_memory = False  # its code asks a weight for its address, and not operators alone
+    was_tried = False  # it is known what its code asks of its weights
 
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
         self.format = _format_of(module)
@@ -417,40 +423,65 @@ class QuantisedLayer(Traced):
         if state.turned and task == -1:
             state.begin_forward()
         seconds = self.forward_seconds(x) if state.simulated else 0.0
-        try:
-            return cast(
-                "Tensor",
-                self.lend(forward_kind(task, True), task, seconds, None, self._forward_of(x)),
-            )
-        except WantsMemory:
-            self.wants_memory = True
-        except WasWritten:
-            if not self.puts_off:
-                raise
-            self.puts_off = False
-        return self.call(x)
+        y = self.lend(forward_kind(task, True), task, seconds, None, lambda t: self._forward(x, t))
+        return self.call(x) if y is None else cast("Tensor", y)
 
-    def _forward_of(self, x: Tensor) -> Callable[[Tensors], Tensor]:
+    def _forward(self, x: Tensor, tensors: Tensors) -> Tensor | None:
+        """Run the library's forward; None where it is to run in another way from now on."""
+        with lent(self, tensors), autocast_reaches_kernels():
+            if not self.was_tried:
+                self._try(x)
+            if self.wants_memory:
+                return None
+            put_off = self.puts_off
+            try:
+                y = self._run_on_handles(x)
+            except (WantsMemory, WasWritten):
+                if not self.wants_memory and self.puts_off is put_off:
+                    raise
+                return None
+            # The code may have caught what says so, and have gone on in a way of its own.
+            return None if self.wants_memory or self.puts_off is not put_off else y
+
+    def _try(self, x: Tensor) -> None:
+        """Find out, before its first call, what the library's code asks of its weights.
+
+        Neither the random numbers, nor those who note what autograd saves, hear of it.
+        """
+        device = self.state.device
+        given = x.detach().requires_grad_(x.requires_grad)[...]  # autocast keeps casts of leaves
+        generators = [device] if device.type == "cuda" else []
+        unnoted = saving(_as_is, _as_is) if _hooks_allowed() else contextlib.nullcontext()
+        with torch.random.fork_rng(generators), unnoted:
+            for _ in range(2):  # it may be found to write to what it makes, and then to do more
+                put_off = self.puts_off
+                try:
+                    self._run_on_handles(given)
+                except (WantsMemory, WasWritten):
+                    if not self.wants_memory and self.puts_off is put_off:
+                        raise
+                if self.wants_memory or self.puts_off is put_off:
+                    break
+        self.was_tried = True
+
+    def _run_on_handles(self, x: Tensor) -> Tensor:
         module: Any = self.module()
         made = self._copy_of_handles(module)
-
-        def compute(tensors: Tensors) -> Tensor:
-            with lent(self, tensors), autocast_reaches_kernels():
-                return cast("Tensor", with_memory(base_class(module).forward(made, x)))
-
-        return compute
+        return cast("Tensor", with_memory(base_class(module).forward(made, x)))
 
     def _copy_of_handles(self, module: Any) -> Any:
         """Return the module made again over handles; its trained parameters pass gradients on."""
-        version = version_of(self.masters.read)
+        version = version_of(self.masters.present)
         if self._handles is None or self._handles[:2] != (self.masters, version):
             slot = Slot(handles_of(self))
             slot.wrappers = {}
             self._handles = self.masters, version, slot
-        made = self.copy(module, self._handles[2])
-        for key, own in module._parameters.items():
-            if own is not None and own.requires_grad:
-                made._parameters[key] = trained(own, self, made._parameters[key])
+        handles = self._handles[2]
+        own = {k: p for k, p in module._parameters.items() if p is not None and p.requires_grad}
+        # What gets a gradient is made anew for each call.
+        made = self.copy(module, tuple(handles) if own else handles)
+        for key, parameter in own.items():
+            made._parameters[key] = trained(parameter, self, made._parameters[key])
         return made
 
     def trained(self, dtype: torch.dtype | None) -> Tensors:

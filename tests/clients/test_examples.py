@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import subprocess
@@ -369,24 +370,22 @@ def matrix(small, *flags):
     return cli.main([str(word) for word in told])
 
 
-def test_rows_of_the_matrix_are_of_real_trainings(
-    small, in_this_process, tmp_path, capsys, monkeypatch
-):
+def test_rows_of_the_matrix_are_of_real_trainings(small, in_this_process, capsys, monkeypatch):
     named = {cell.name: cell for cell in bench.CELLS}
     refused = bench.Cell("refused", ("--rank", "0"), True)
     other = bench.Cell("other", ("--learning-rate", "1"), True)
     cells = (named["resident"], named["managed"], refused, named["Adafactor"], other)
     monkeypatch.setattr(bench, "CELLS", cells)
-    page = tmp_path / "rows.json"
-    assert matrix(small, "--json", page) == cli.EXIT_CHECK_FAILED, "other must not have other bits"
+    documents = []
+    as_text = bench.to_text
+    monkeypatch.setattr(bench, "to_text", lambda rows: (documents.append(rows), as_text(rows))[1])
+    assert matrix(small) == cli.EXIT_CHECK_FAILED, "other must not have other bits"
     said = capsys.readouterr()
     assert "2/5: managed\n" in said.err
     assert "\nrefused failed: " in said.out and "--rank: 0 is below 1\n" in said.out
     assert "other has other bits than resident, and must not\n" in said.out
     assert said.out.endswith("The device is simulated: seconds are those of this processor.\n")
-    document = json.loads(page.read_text("utf-8"))
-    assert document["schema"] == "oracle_offload/bench-matrix/1"
-    resident, managed, failed, adafactor, _ = document["rows"]
+    resident, managed, failed, adafactor, _ = map(dataclasses.asdict, documents[0])
     assert resident["h2d_bytes_per_step"] is None and managed["h2d_bytes_per_step"] > 0
     assert resident["same_bits"] and managed["same_bits"] and not adafactor["same_bits"]
     assert managed["loss"] == resident["loss"] > 0
@@ -420,12 +419,13 @@ def test_where_nothing_or_resident_alone_could_be_trained_it_is_an_error(
         return subprocess.CompletedProcess(command, -9, "", "")
 
     monkeypatch.setattr(bench.subprocess, "run", killed)
-    nowhere = tmp_path / "no" / "rows.json"
-    assert matrix(tmp_path, "--json", nowhere) == cli.EXIT_ERROR
-    said = capsys.readouterr()  # a file that cannot be written takes no table along
-    assert "\nmanaged failed: it ended with -9\n" in said.out and str(nowhere) in said.err
     assert matrix(tmp_path) == cli.EXIT_ERROR
-    assert cli.main(["bench", "--matrix", str(nowhere)]) == cli.EXIT_USAGE
+    assert "\nmanaged failed: it ended with -9\n" in capsys.readouterr().out
+    assert matrix(tmp_path, "--json") == cli.EXIT_ERROR
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "oracle_offload/bench-matrix/1"
+    assert [row["failed"] for row in document["rows"]] == ["it ended with -9"] * len(bench.CELLS)
+    assert cli.main(["bench", "--matrix", str(tmp_path / "no.py")]) == cli.EXIT_USAGE
     assert capsys.readouterr().err.endswith("there is no such script\n")
 
 

@@ -84,7 +84,64 @@ def transposed(layer, x):
     return F.linear(x, signs.to(x.dtype) * layer.weight_scale.select(1, 0)[:, None], layer.bias)
 
 
-PRODUCTS = [dequantised, in_place, own_product, by_address, by_parts, transposed]
+def into_its_own(layer, x):
+    """Small tensors of the code's own are written by what a weight has."""
+    scale = torch.full((layer.out_features, 1), 2.0, device=x.device).mul_(layer.weight_scale)
+    half = torch.empty_like(scale)
+    torch.mul(layer.weight_scale, 0.5, out=half)
+    return F.linear(x, layer.weight.to(x.dtype) * (scale * half).to(x.dtype), layer.bias)
+
+
+def strided(layer, x):
+    weight = layer.weight
+    same = weight.as_strided(weight.shape, weight.stride(), weight.storage_offset())
+    second = weight.storage_offset() + layer.in_features
+    row = weight[1:].as_strided((layer.in_features,), (1,), second)
+    return F.linear(x, same.to(x.dtype) * layer.weight_scale, layer.bias) + row.sum()
+
+
+def pointed_anew(layer, x):
+    """Gives its weights other data, made of what they have."""
+    layer.weight.data = layer.weight.data.view(torch.uint8).view(torch.int8)
+    layer.bias.data = layer.bias.data.to(torch.float64).to(torch.float32)
+    return dequantised(layer, x)
+
+
+def caught(layer, x):
+    """Has a fast kernel, and another way where that cannot be had."""
+    try:
+        at = layer.weight.data_ptr()
+    except RuntimeError:
+        return -dequantised(layer, x)
+    return dequantised(layer, x) + 0 * at
+
+
+def late(layer, x):
+    """Has something saved before it asks for an address."""
+    return by_address(layer, x.sigmoid())
+
+
+def by_chance(layer, x):
+    return in_place(layer, F.dropout(x, 0.5))
+
+
+class InParts(OwnProduct):
+    @staticmethod
+    def backward(ctx, grad):
+        weight, (scale,) = ctx.weights
+        whole = torch.cat([weight[:1], weight[1:]]).to(grad.dtype)
+        return grad @ (whole * scale).to(grad.dtype), None, None
+
+
+def in_parts(layer, x):
+    return InParts.apply(x, layer.weight, layer.weight_scale) + layer.bias
+
+
+PRODUCTS = [
+    *(dequantised, in_place, own_product, by_address, by_parts, transposed),
+    *(into_its_own, strided, pointed_anew, caught, late, by_chance, in_parts),
+]
+ASKS_FOR_ADDRESSES = (by_address, caught, late)
 
 
 class Net(nn.Module):
@@ -133,7 +190,7 @@ def test_any_code_has_the_bits_of_the_resident(device, product, mode, trains):
     with attached(managed, device) as manager:
         layers = layers_of(manager)
         assert_models_agree(managed, resident, step, device=device)
-        asks = product is by_address
+        asks = product in ASKS_FOR_ADDRESSES
         assert all(layer.wants_memory is asks for layer in layers)
         assert bool(manager.attachment.traffic.runs_again) == asks
         assert not manager.attachment.held()
@@ -161,6 +218,82 @@ def test_no_dequantised_weight_is_kept_for_backward():
         assert [type(layer) for layer in manager.layers] == [QuantisedLayer]
         assert kept_bytes(lambda: managed(x)) == 0
     assert kept_bytes(lambda: resident(x)) == 4 * IN * OUT
+
+
+def test_what_it_is_computed_with_is_as_it_was_in_forward():
+    gamma = nn.Parameter(torch.full((OUT, 1), 3.0), requires_grad=False)
+
+    def by_gamma(layer, x):
+        return F.linear(x, layer.weight.to(x.dtype) * layer.weight_scale * gamma)
+
+    managed, resident = resident_pair(nn.Sequential(Invented(dequantised)).requires_grad_(False))
+    x = torch.randn(2, IN, requires_grad=True)
+    found = []
+    with attached(managed):
+        for model in (managed, resident):
+            model[0].product = by_gamma
+            gamma.fill_(3.0)
+            y = model(x)
+            gamma.fill_(9.0)
+            found += [torch.autograd.grad(y.sum(), x)]
+    assert_same(*found)
+
+
+def test_a_bias_that_backward_reads_is_looked_at_as_well():
+    def by_bias(layer, x):
+        return (x @ layer.weight.to(x.dtype).t()) * layer.bias
+
+    managed = nn.Sequential(Invented(by_bias)).requires_grad_(False)
+    x = torch.randn(2, IN, requires_grad=True)
+    with attached(managed) as manager:
+        y = managed(x)
+        with manager.writing():
+            managed[0]._parameters["bias"].add_(1)
+        with pytest.raises(StaleWeightsError, match="the bias of managed layer '0'"):
+            y.sum().backward()
+
+
+class AddressInBackward(OwnProduct):
+    @staticmethod
+    def backward(ctx, grad):
+        weight, (scale,) = ctx.weights
+        return grad @ (weight.to(grad.dtype) * scale) + 0 * weight.data_ptr(), None, None
+
+
+def test_an_address_that_backward_alone_asks_for_is_there_from_the_next_step_on():
+    def product(layer, x):
+        return AddressInBackward.apply(x, layer.weight, layer.weight_scale)
+
+    managed, resident = resident_pair(nn.Sequential(Invented(product)).requires_grad_(False))
+    x = torch.randn(2, IN, requires_grad=True)
+    with attached(managed) as manager:
+        y = managed(x)
+        with pytest.raises(OffloadError, match="From the next call on the layer's code gets"):
+            y.sum().backward()
+        found = torch.autograd.grad(managed(x).sum(), x)
+        assert_same(found, torch.autograd.grad(resident(x).sum(), x))
+        assert manager.attachment.traffic.runs_again == 1 and not manager.attachment.held()
+
+
+def test_a_parameter_that_is_frozen_again_gets_no_gradient():
+    managed = nn.Sequential(Invented(dequantised))
+    x = torch.randn(2, IN, requires_grad=True)
+    with attached(managed):
+        managed(x).sum().backward()
+        managed.requires_grad_(False).zero_grad()
+        assert not handle_in(managed, lambda weight: managed[0].bias).requires_grad
+        assert managed[0].bias.grad is None
+
+
+def test_attributes_of_a_librarys_parameter_are_its_own():
+    managed = nn.Sequential(Invented(dequantised), Invented(dequantised, OUT, IN))
+    weight = managed[0].weight = Noted(managed[0].weight.data)
+    weight.layer, weight.masters, weight.value = "q_proj", None, 7
+    x = torch.randn(2, IN, requires_grad=True)
+    with attached(managed.requires_grad_(False)) as manager:
+        assert [type(layer) for layer in manager.layers] == [QuantisedLayer] * 2
+        assert handle_in(managed[:1], lambda w: (w.layer, w.value)) == ("q_proj", 7)
+        managed(x).sum().backward()
 
 
 def handle_in(managed, ask):

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -774,6 +775,11 @@ def in_terminal(folder, columns, *, rich, until, keys="\x03"):
     import pty
     import termios
 
+    def begin():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        # Whoever runs the tests in the background lets them, and so this child, ignore it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     hide = "" if rich else "sys.modules['rich'] = None; "
     code = f"import sys; {hide}from oracle_offload.cli import main; sys.exit(main(['watch', '7']))"
     ours, theirs = pty.openpty()
@@ -789,7 +795,7 @@ def in_terminal(folder, columns, *, rich, until, keys="\x03"):
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=begin,
     )
     os.close(theirs)
     said = b""
@@ -829,8 +835,10 @@ def test_in_a_terminal_of_any_width_it_fits_and_control_c_leaves_it(tmp_path, co
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a pseudo terminal")
-def test_what_was_lately_is_shown_and_names_steer_no_terminal():
+def test_what_was_lately_is_shown_and_names_steer_no_terminal(monkeypatch):
     screen = pytest.importorskip("oracle_offload.views.screen")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "60")
     told = document()
     told["devices"][0]["sentence"] = "odd [red]\x1b[2J\u202ename[/red]"
     for encoding, marks in (("utf-8", "▁█▄"), ("ascii", "_#=")):
