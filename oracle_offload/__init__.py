@@ -130,7 +130,7 @@ def _not_built() -> ImportError:
 def __getattr__(name: str) -> object:
     try:
         if name == "_core":  # `from . import _core` asks here first
-            return importlib.import_module(f"{__name__}._core")
+            return importlib.import_module("._core", __name__)
         if name not in _PUBLIC:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)

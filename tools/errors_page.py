@@ -622,7 +622,7 @@ NOTES: dict[str, dict[str, str]] = {
     },
     "The demo": {
         "must be cuda, cuda:N or cpu": "The demo runs on a GPU, or on the simulated device.",
-        "offload=… is a share": "0.9 offloads 90%.",
+        "offload-percent=… is a share": "0.9 offloads 90%.",
         "seed=… must be": "torch takes a seed of 32 bits everywhere.",
         "svg=… is a folder": "Name the file that the timeline is written to.",
         "must be a multiple of 64": "The demo's transformer has heads of 64.",

@@ -86,7 +86,7 @@ CLOCK = (
     _tests("tests", 150, "any"),
     _tests("tests", 150, "convolutions"),
     _tests("tests", 150, "matrix"),
-    _tests("tests", 150, "embedding", "reading_adapters", "kept"),
+    _tests("tests", 150, "embedding", "reading_adapters", "kept", "handle"),
     _tests("tests", 150, "compress"),  # decoded by our own kernels
     _tests("tests", 150, "autocast", "writes", "gradients", "step_scalars"),
     _tests("tests", 150, "models", "micro_batches", "exceptions"),

@@ -435,7 +435,7 @@ def test_a_number_of_parameters(text: Any, count: float) -> None:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("nothing", "'nothing' is no file, no folder and no number of parameters"),
+        ("nothing", "'nothing' is no file, no folder, no model that is known by name "),
         (None, "not NoneType"),
         (0, "a number of parameters is above zero"),
         (0.5, "a number of parameters is above zero"),

@@ -268,7 +268,10 @@ def test_units_floor_and_x_min_are_those_of_an_attach(
 def test_a_host_with_little_memory_keeps_what_attach_keeps(sim: Any) -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12))).requires_grad_(False)
     found = plan(model, rank=1, vram="3MiB", ram="2MiB", margin=0, card=24)
-    assert found.verdict == "fits streamed" and found.fit.ram_budget is not None
+    assert (
+        found.verdict == "weights fit streamed; activations unknown"
+        and found.fit.ram_budget is not None
+    )
     manager = oracle_offload.attach(
         model,
         "cpu",
