@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -784,6 +785,9 @@ def in_terminal(folder, columns, *, rich, until, keys="\x03"):
     code = f"import sys; {hide}from oracle_offload.cli import main; sys.exit(main(['watch', '7']))"
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (60, columns))
+    modes = termios.tcgetattr(theirs)
+    modes[3] |= termios.NOFLSH  # else Control-C takes along what was written and not yet read
+    termios.tcsetattr(theirs, termios.TCSANOW, modes)
     environment = {**os.environ, "ORACLE_OFFLOAD_CACHE_DIR": str(folder), "TERM": "xterm"}
     for name in ("NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR"):
         environment.pop(name, None)
@@ -802,7 +806,8 @@ def in_terminal(folder, columns, *, rich, until, keys="\x03"):
     with contextlib.suppress(OSError):  # the other side has gone
         while piece := os.read(ours, 65536):
             said += piece
-            if keys and until in said:
+            whole = until in said and not select.select([ours], [], [], 0.3)[0]
+            if keys and whole:
                 os.write(ours, keys.encode())
                 keys = ""
     os.close(ours)
