@@ -15,7 +15,7 @@ NEEDED = {
     "test": ("torch", "numpy", "setuptools", "pytest", "hypothesis", "tqdm", "platformdirs"),
     "lint": ("ruff", "mypy", "clang-format"),
     "analysis": ("clang-tidy", "cppcheck"),
-    "site": ("torch", "transformers", "Sphinx", "myst-parser", "furo"),
+    "site": ("torch", "Sphinx", "myst-parser", "furo"),
     "screenshots": ("torch", "nbconvert", "ipykernel"),
 }
 
