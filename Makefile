@@ -8,7 +8,7 @@
 .PHONY: help build demo test test-all test-bill device-type operators lint format bench ctest asan-check asan-python tsan-check \
         windows-check analyze compile_commands.json \
         proof mutation mutation-near mutation-python mutation-python-all coverage fuzz conformance screenshots \
-        cuda-environment cuda-build cuda-core cuda-check \
+        cuda-environment cuda-build cuda-core cuda-check oldest-torch \
         site aitoolkit-check wheel wheels wheels-environment gpu-wheels gpu-rivals gpu-check gpu-rehearsal \
         gpu-import environment clean
 
@@ -33,6 +33,7 @@ help:
 	@echo "make device-type   the tests that take a device, on a device type that is not cpu"
 	@echo "make cuda-check    PyTorch's CUDA build over the simulated driver, in .venv-cuda (5.5 GB)"
 	@echo "make cuda-core     the part of it that a change breaks most often: minutes"
+	@echo "make oldest-torch  layers and private names beside the oldest torch, in .venv-oldest (4.5 GB)"
 	@echo "make operators     the matrix of layers and compiled models, computed by the operators in C++"
 	@echo "make lint          style, types, compiler warnings"
 	@echo "make format        apply the formatters"
@@ -117,6 +118,13 @@ cuda-environment: .venv-cuda/installed
 
 wheels-environment: .venv-wheels/installed
 
+# The oldest torch that is supported: with NVIDIA's libraries 4.5 GB.
+.venv-oldest/installed: tools/requirements-oldest.txt
+	@python=$$(sh tools/find_python.sh) && echo "creating .venv-oldest with $$python" \
+		&& "$$python" -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 cuda-build: .venv-cuda/installed
 	$(cuda_py) setup.py --quiet build_ext --inplace
 	$(cuda_py) tests/cuda/build.py .venv-cuda
@@ -155,6 +163,13 @@ cuda-check: cuda-build
 
 cuda-core: cuda-build
 	$(cuda_py) tools/cuda_check.py core $(ARGS)
+
+# Every kind of layer, and each private name that is read. What needs other libraries is not there.
+oldest := matrix convolutions embedding contract handle autocast exceptions
+oldest-torch: .venv-oldest/installed build
+	.venv-oldest/bin/python tools/private_names.py --check
+	.venv-oldest/bin/python -m pytest $(side_by_side) $(oldest:%=tests/training/test_%.py) \
+		-m "not gpu and not slow and not ci" $(ARGS)
 
 # What compares layers with resident ones; the others leave the operators unused. The first cases:
 # tests/training/test_cpp_loan.py has the matrix by the operators in C++ as a part of `make test-all`.
@@ -195,7 +210,7 @@ compile_commands.json: $(call ready,test)
 	"$(PY)" tools/c_build.py
 
 # The parts are listed by `python tools/proof.py --list`; each can be run alone.
-proof: build cuda-build wheels-environment
+proof: build cuda-build wheels-environment oldest-torch
 	"$(PY)" tools/proof.py $(ARGS)
 
 mutation: $(call ready,test)

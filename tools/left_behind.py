@@ -56,9 +56,6 @@ def questions(torch: Any, simulated: bool) -> tuple[tuple[str, ...], tuple[Calla
     found: dict[str, Callable[[], Any]] = {
         "depth of autocast": nesting,
         "default generator": lambda: id(torch.default_generator),
-        "hooks of saved tensors": functools.partial(
-            torch._C._autograd._top_saved_tensors_default_hooks, False
-        ),
         "default device": lambda: getattr(
             sys.modules.get("torch.utils._device"), "CURRENT_DEVICE", None
         ),
@@ -66,6 +63,9 @@ def questions(torch: Any, simulated: bool) -> tuple[tuple[str, ...], tuple[Calla
     for device in ("cpu", "cuda", *(["simgpu"] if simulated else [])):
         found[f"autocast of {device}"] = functools.partial(torch.is_autocast_enabled, device)
         found[f"autocast's type of {device}"] = functools.partial(torch.get_autocast_dtype, device)
+    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8
+    if top_hooks:
+        found["hooks of saved tensors"] = functools.partial(top_hooks, False)
     for place, names in ((torch, SWITCHES), (torch._C, DEPTHS_AND_FLAGS)):
         found |= {name: getattr(place, name) for name in names if hasattr(place, name)}
     return tuple(found), tuple(found.values())
