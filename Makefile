@@ -5,7 +5,7 @@
 #   ARGS="-k name -x"        more arguments for pytest, the demo or the benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-all test-bill device-type operators lint format bench ctest asan-check asan-python tsan-check \
+.PHONY: help build demo test test-all test-bill device-type lint format bench ctest asan-check asan-python tsan-check \
         windows-check analyze compile_commands.json \
         proof mutation mutation-near mutation-python mutation-python-all coverage fuzz conformance screenshots \
         cuda-environment cuda-build cuda-core cuda-check oldest-torch \
@@ -34,7 +34,6 @@ help:
 	@echo "make cuda-check    PyTorch's CUDA build over the simulated driver, in .venv-cuda (5.5 GB)"
 	@echo "make cuda-core     the part of it that a change breaks most often: minutes"
 	@echo "make oldest-torch  layers and private names beside the oldest torch, in .venv-oldest (4.5 GB)"
-	@echo "make operators     the matrix of layers and compiled models, computed by the operators in C++"
 	@echo "make lint          style, types, compiler warnings"
 	@echo "make format        apply the formatters"
 	@echo "make bench         measure (DEVICE=cuda on a GPU)"
@@ -170,13 +169,6 @@ oldest-torch: .venv-oldest/installed build
 	.venv-oldest/bin/python tools/private_names.py --check
 	.venv-oldest/bin/python -m pytest $(side_by_side) $(oldest:%=tests/training/test_%.py) \
 		-m "not gpu and not slow and not ci" $(ARGS)
-
-# What compares layers with resident ones; the others leave the operators unused. The first cases:
-# tests/training/test_cpp_loan.py has the matrix by the operators in C++ as a part of `make test-all`.
-operators: build
-	"$(PY)" -m pytest --operators -m "not gpu and not slow and not ci" \
-		$(addprefix tests/training/test_,matrix.py convolutions.py autocast.py) \
-		$(addprefix tests/clients/test_,compile.py compile_fullgraph.py) $(ARGS)
 
 DEVICE ?= cpu
 bench: build

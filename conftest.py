@@ -20,8 +20,6 @@ import tiers
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Tests leave nothing in the user's folder; those of the heartbeat ask for one elsewhere.
 os.environ["ORACLE_OFFLOAD_HEARTBEAT"] = "0"
-# Whatever this user has built: tests that want the operators in C++ ask for them.
-os.environ.setdefault("ORACLE_OFFLOAD_OPS", "off")
 # In an environment of `make cuda-check`: PyTorch's CUDA build over a simulated driver of its own.
 pytest_plugins = ["simulated_cuda"] if "before_torch" in sys.modules else []
 
@@ -40,22 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", help="run the tests that take a device, on this alone: cpu, cuda or simgpu"
     )
-    parser.addoption(
-        "--operators", action="store_true", help="compute by the operators in C++; build them first"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--operators"):
-        os.environ["ORACLE_OFFLOAD_OPS"] = "auto"
-        folder = Path(__file__).parent / "build" / "tests-ops"
-        os.environ["ORACLE_OFFLOAD_CACHE_DIR"] = str(folder)
-        compiling = importlib.import_module("oracle_offload.ops.compiling")
-        try:
-            compiling.compiler()
-        except compiling.OffloadError as error:
-            pytest.exit(f"there are no operators in C++: {error}", returncode=0)
-        compiling.build()
     if config.getoption("--device") == "simgpu":  # before any test module asks for devices
         sys.path.insert(0, str(Path(__file__).parent / "tests" / "training"))
         import simgpu
@@ -91,15 +76,6 @@ def pytest_collection_finish() -> None:
     """
     if "torch" in sys.modules:
         importlib.import_module("torch.utils._device")._device_constructors()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run with --operators that computed nothing by them."""
-    if session.config.getoption("--operators"):
-        computed = importlib.import_module("oracle_offload.ops.load").operators().counts()
-        print(f"\ncomputed in C++: {computed[0]} forwards, {computed[1]} backwards")
-        if not min(computed):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def _runs_on(item: pytest.Item, device: str) -> bool:

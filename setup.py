@@ -4,9 +4,6 @@ Needs a C compiler alone. Environment:
 
 ORACLE_OFFLOAD_BUILD_KERNELS=auto|on|off
     The .cu files (nvcc): ``auto`` where nvcc is found and works, ``on`` fails without it.
-ORACLE_OFFLOAD_BUILD_OPS=auto|on|off
-    The operators in C++ over the headers of the torch that is installed: ``on`` compiles them into
-    the user's cache folder, as `oracle-offload build-ops` does. They are never part of a wheel.
 ORACLE_OFFLOAD_BUILD_WERROR=1
     Compiler warnings are errors, as in CI.
 """
@@ -37,10 +34,6 @@ PACKAGE = "oracle_offload"
 WINDOWS = sys.platform == "win32"
 LIMITED_API = c_build.LIMITED_API
 MODES = ("auto", "on", "off")
-OPS_SOURCES = (
-    *(f"csrc/torch/{path.name}" for path in sorted((ROOT / "csrc" / "torch").iterdir())),
-    *("csrc/python/handover.h", "csrc/include/oracle_offload.h"),
-)
 
 
 def switch(name: str) -> str:
@@ -49,21 +42,6 @@ def switch(name: str) -> str:
     if value not in MODES:
         raise SystemExit(f"{name}={value!r}: use one of {', '.join(MODES)}")
     return value
-
-
-def build_ops() -> None:
-    """Compile the operators in C++ into the user's cache folder."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        from oracle_offload.ops.compiling import build
-
-        path, _ = build()
-    except (ImportError, RuntimeError, OSError) as error:
-        raise SystemExit(
-            f"ORACLE_OFFLOAD_BUILD_OPS=on: {error} (pip takes the torch that is installed with "
-            "--no-build-isolation)"
-        ) from error
-    print(f"operators in C++: {path}", file=sys.stderr)
 
 
 class SimulatedDriver(Extension):
@@ -113,26 +91,12 @@ class BuildExt(build_ext):
         """Build, then record what was built beside it."""
         super().run()
         self._write_build_info()
-        if not self.inplace:
-            self._ship_ops()
-
-    def _ship_ops(self) -> None:
-        """Put the source of the operators into the package: `build-ops` compiles it there."""
-        for source, target in self._shipped().items():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self.copy_file(str(source), str(target))
-
-    def _shipped(self) -> dict[Path, Path]:
-        folder = Path(self.build_lib) / PACKAGE / "ops" / "source"
-        return {ROOT / name: folder / Path(name).name for name in OPS_SOURCES}
 
     def build_extensions(self) -> None:
         """Set each extension's flags for this compiler, then compile."""
         for extension in self.extensions:
             if not extension.sources:
                 raise SystemExit(f"no C sources for {extension.name}: is this a whole source tree?")
-        if switch("ORACLE_OFFLOAD_BUILD_OPS") == "on":
-            build_ops()
         try:
             self.kernels = kernels.build(
                 switch("ORACLE_OFFLOAD_BUILD_KERNELS"), Path(self.build_temp) / "kernels"
@@ -161,8 +125,7 @@ class BuildExt(build_ext):
 
     def get_outputs(self) -> list[str]:
         record = os.path.join(self.build_lib, PACKAGE, "_build_info.json")
-        shipped = [] if self.inplace else map(str, self._shipped().values())
-        return [*super().get_outputs(), record, *shipped]
+        return [*super().get_outputs(), record]
 
     def _set_flags(self, extension: Extension) -> None:
         if self.compiler.compiler_type == "msvc":

@@ -2,11 +2,10 @@
 
 Chains of modules alternate in one run, by the time of the processor, over a driver whose calls cost
 nothing, every use a hit: torch's module; the function that it calls; a module with an
-``autograd.Function`` that calls torch's operators and does nothing else; a managed module by the
-loan in Python; and, where they were built, by the operators in C++ (goal: 1.15 of the least), and
-what ``torch.compile`` makes of these three chains of modules. With ``TOOLKIT=checkout of
-AI-Toolkit`` its own manager is among them. There is no GPU: its streams and events are stood in
-for, and its copies cost nothing.
+``autograd.Function`` that calls torch's operators and does nothing else; a managed module; and,
+where there is a compiler, what ``torch.compile`` makes of torch's module and of a managed one. With
+``TOOLKIT=checkout of AI-Toolkit`` its own manager is among them. There is no GPU: its streams and
+events are stood in for, and its copies cost nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,20 +33,6 @@ ROUNDS = 7
 # turn it fetches weights of both, whose copies are no part of what a call costs.
 UNTIMED_CALLS = 20
 CHECKOUT = "TOOLKIT"
-
-
-@contextlib.contextmanager
-def operators(mode: str) -> Iterator[None]:
-    """Let models be attached with the operators in C++, or without."""
-    before = os.environ.get("ORACLE_OFFLOAD_OPS")
-    os.environ["ORACLE_OFFLOAD_OPS"] = mode
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["ORACLE_OFFLOAD_OPS"]
-        else:
-            os.environ["ORACLE_OFFLOAD_OPS"] = before
 
 
 def median_seconds(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
@@ -190,7 +176,6 @@ def chains(kind: str, trained: bool) -> Iterator[dict[str, Any]]:
     import torch
 
     import oracle_offload
-    from oracle_offload.ops.load import operators as built
 
     make, function, least = shapes()[kind][0]()
 
@@ -216,18 +201,13 @@ def chains(kind: str, trained: bool) -> Iterator[dict[str, Any]]:
             runs["toolkit"] = models["toolkit"] = chain()
             for layer in models["toolkit"]:
                 attach_theirs(layer)
-        for name, mode in (("managed_python", "off"), ("managed", "auto")):
-            if mode != "off" and built() is None:
-                continue
-            runs[name] = models[name] = chain()
-            with operators(mode):
-                manager = oracle_offload.attach(models[name], "cpu", offload_percent=0.0)
-            stack.callback(manager.detach)
-            assert len(manager.layers) == LAYERS
-            assert all((layer.native is None) == (mode == "off") for layer in manager.layers)
-        if built() is not None:  # so there is a compiler of C++
+        runs["managed"] = models["managed"] = chain()
+        manager = oracle_offload.attach(models["managed"], "cpu", offload_percent=0.0)
+        stack.callback(manager.detach)
+        assert len(manager.layers) == LAYERS
+        if any(map(shutil.which, ("g++", "clang++"))):
             torch.compiler.reset()
-            for name in ("module", "managed_python", "managed"):
+            for name in ("module", "managed"):
                 runs[f"compiled_{name}"] = torch.compile(models[name], fullgraph=True)
                 models[f"compiled_{name}"] = models[name]
         yield {name: (run, models[name]) for name, run in runs.items()}

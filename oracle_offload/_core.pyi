@@ -23,7 +23,6 @@ INT8: Final = 3
 
 VERSION: Final[str]  # of the engine, as oracle_offload.__version__
 BUILD: Final[str]  # compiler, flags and date of this extension
-handover: Final[object]  # a capsule for the operators in C++; see csrc/python/handover.h
 
 _T = TypeVar("_T")
 _Tensor = TypeVar("_Tensor", bound=tuple[int, int] | tuple[int, int, int, int])

@@ -24,7 +24,6 @@ from .geometry import memory_of, tensor_bytes, unit_bytes
 from .gradients import Gradients
 from .layers.leaf import Leaf, is_memory_held_elsewhere
 from .layers.swap import HANDLE, swap_out
-from .ops.load import operators
 from .sizes import format_size
 from .traffic import Traffic
 
@@ -67,8 +66,6 @@ class Attachment:
         Why ``compress="auto"`` compresses what it does.
     lost : dict of str to weak references
         The layers that were let go, by name: what stands there now may be managed anew.
-    operators : module or None
-        Those in C++, where they were built and are wanted.
     is_attached : bool
         Whether the engine knows the model still.
     """
@@ -105,7 +102,6 @@ class Attachment:
         self.traffic = Traffic(self.name)
         self.gradients = Gradients(state, self.pieces.may_lock_beside)
         self.stand_ins = StandIns(self.gradients)
-        self.operators = operators()
         with torch.inference_mode(False):
             # In compiled code each use of a layer writes it.
             self.sequence = torch.zeros(1, device="cpu")

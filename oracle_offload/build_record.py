@@ -28,11 +28,9 @@ def build_info() -> dict[str, Any]:
     dict
         ``schema``, ``version`` (of the package); ``built`` (False where the C part is missing; then
         ``why_not`` says what to do); ``date``, ``platform``, ``compiler``, ``built_with_python``;
-        ``core``, ``simulator``, ``kernels`` and ``ops``, each a dict with ``built`` and, where that
-        is False, ``why_not``. ``ops`` tells of the operators in C++ for the torch that is installed
-        now, which are built apart: the ``file``, and ``why_not`` where they are switched off;
-        ``python`` and ``torch``, the versions here and now (``torch`` is
-        None where it is not installed); ``folder``, where the package lies.
+        ``core``, ``simulator`` and ``kernels``, each a dict with ``built`` and, where that is
+        False, ``why_not``; ``python`` and ``torch``, the versions here and now (``torch`` is None
+        where it is not installed); ``folder``, where the package lies.
 
     Examples
     --------
@@ -40,16 +38,6 @@ def build_info() -> dict[str, Any]:
     >>> build_info()["schema"]
     'oracle_offload/build-info/1'
     """
-    info = _recorded()
-    if info["built"]:
-        from .ops.files import record
-
-        info["ops"] = record()
-    return info
-
-
-def _recorded() -> dict[str, Any]:
-    """Return what the build has left, and the versions here and now."""
     folder = Path(__file__).resolve().parent
     here = {
         "python": platform.python_version(),
@@ -78,7 +66,7 @@ def simulator_path() -> Path:
     FileNotFoundError
         When the package was not built; says what to do.
     """
-    info = _recorded()
+    info = build_info()
     if not info["built"]:
         raise FileNotFoundError(info["why_not"])
     path = Path(info["folder"], info["simulator"]["file"])

@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command; each subcommand sets `run(args) -> exit code`."""
     from . import demo
     from .aitoolkit import command as aitoolkit
-    from .commands import bench, build_ops, cache, doctor, explain, plan, report, watch
+    from .commands import bench, cache, doctor, explain, plan, report, watch
 
     table: tuple[tuple[str, ModuleType, str, tuple[int, ...]], ...] = (
         ("demo", demo, "train a Flux transformer offloaded and resident", _ALL),
@@ -41,7 +41,6 @@ def build_parser() -> argparse.ArgumentParser:
         ("report", report, "show what a run has left, or compare two", _ALL[:2]),
         ("bench", bench, "what each option of a training saves and costs", _ALL),
         ("cache", cache, "what this package keeps on disk: how much, and remove it", _ALL[:2]),
-        ("build-ops", build_ops, "compile the operators in C++ for this torch", _ALL[:2]),
         ("aitoolkit", aitoolkit, "offload layers in an AI-Toolkit checkout", _CHECK),
     )
     parser = argparse.ArgumentParser(

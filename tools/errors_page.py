@@ -95,17 +95,6 @@ NOTES: dict[str, dict[str, str]] = {
             "device. Detach, and attach again with a larger `vram_budget`."
         ),
     },
-    "Operators in C++": {
-        "no C++ compiler: looked for": (
-            "`oracle-offload build-ops` compiles over the headers of torch: [operators in "
-            "C++](operators.md). Training needs none of it."
-        ),
-        "which is not a command here": "`CXX` names the compiler; unset it to have one looked for.",
-        "are built on Linux alone": "Elsewhere the loan in Python computes, with the same bits.",
-        "install Python's headers": "The package index's Python has them; a system's is in parts.",
-        "could not compile the operators": ("A newer compiler can be named: `CXX=g++-12`."),
-        "use auto or off": "`ORACLE_OFFLOAD_OPS=off` leaves unused what was built.",
-    },
     "Weights from files": {
         "has no safetensors file (": (
             "The folder is not that of one model: name the subfolder, or the file itself."

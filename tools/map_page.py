@@ -19,7 +19,6 @@ BEGIN, END = "<!-- map: python tools/map_page.py -->\n", "<!-- end of the map --
 FOLDERS = {
     "oracle_offload": "the package; training needs only this folder, `layers` and `host`",
     "oracle_offload/layers": "the managed layers",
-    "oracle_offload/ops": "the operators in C++: built and loaded",
     "oracle_offload/disk": "weights from files into masters",
     "oracle_offload/compress": "weights in fewer bytes, without loss",
     "oracle_offload/micro_batches": "several micro-batches at once; could be deleted whole",
@@ -33,7 +32,6 @@ FOLDERS = {
     "oracle_offload/planning": "a training planned before it is loaded; could be deleted whole",
     "oracle_offload/explain": "out-of-memory errors explained; could be deleted whole",
     "oracle_offload/doctor": "the machine examined; could be deleted whole",
-    "csrc/torch": "the operators in C++, compiled on request over one torch",
     "csrc/python": "the extension module `oracle_offload._core`",
     "csrc/include": "the engine's public interface",
     "csrc/core": "the engine",

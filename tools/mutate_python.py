@@ -451,18 +451,11 @@ def address_space() -> int:
     return pages * resource.getpagesize()
 
 
-def build_operators() -> None:
-    """Compile what a tree takes along; a test that had to would seem to hang, with each mutant."""
-    folder = {"ORACLE_OFFLOAD_CACHE_DIR": str(ROOT / "build/tests-ops")}
-    command = [sys.executable, "-m", "oracle_offload", "build-ops"]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, **folder}, check=False)
-
-
 def tracked_files() -> list[str]:
     """Return what a tree needs: the sources, and what was built in place."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    places = ("oracle_offload/*.so", "oracle_offload/_build_info.json", "build/tests-ops/**/*.so")
+    places = "oracle_offload/*.so", "oracle_offload/_build_info.json"
     built = [path.relative_to(ROOT).as_posix() for place in places for path in ROOT.glob(place)]
     return [name for name in (*said.splitlines(), *built) if (ROOT / name).is_file()]
 
@@ -907,7 +900,6 @@ def main() -> int:
     print(f"{count} of {len(mutants)} mutants, seed {seed}", flush=True)
 
     CACHE.mkdir(parents=True, exist_ok=True)
-    build_operators()
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)  # some tests run as another user
         if any(not isinstance(mutant, PythonMutant) for mutant in mutants[: 2 * count]):

@@ -33,16 +33,14 @@ WAYS = {
 }
 COMPILED = {
     "compiled_module": "torch's module",
-    "compiled_managed_python": "managed, Python",
-    "compiled_managed": "managed, C++",
+    "compiled_managed": "managed",
 }
 COLUMNS = {
     "function": "torch's function",
     "module": "torch's module",
     "least": "the least in Python",
     "toolkit": "AI-Toolkit's manager",
-    "managed_python": "managed, Python",
-    "managed": "managed, C++",
+    "managed": "managed",
 }
 
 
@@ -51,11 +49,6 @@ def table(record: Mapping[str, Any]) -> str:
     rows: Sequence[Mapping[str, Any]] = record["benchmarks"]
     found = {row["name"]: row for row in rows}
     lines = _rows(found, COLUMNS)
-    most = max(row.get("managed_over_least_ratio", 0.0) for row in rows)
-    lines += [
-        "",
-        f"In no row do the operators in C++ take more than {most:.2f} of the least in Python.",
-    ]
     lines += ["", "The same modules, compiled by `torch.compile` (inductor):", ""]
     lines += _rows(found, COMPILED)
     loads = sorted({row["load_count"] for row in rows})

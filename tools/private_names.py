@@ -113,9 +113,6 @@ NOTES: dict[str, dict[str, Note]] = {
         "torch.utils._pytree.tree_map": Note("Tensors in whatever a module returns."),
         "torch.utils._pytree.tree_leaves": Note("The same."),
     },
-    "torch: its build": {
-        "torch._C._GLIBCXX_USE_CXX11_ABI": Note("The ABI that an operator in C++ is built for."),
-    },
     "torch: tensors and storages": {
         "_version": Note("Whether a weight was written since its copy.", "torch.empty(0)"),
         "_cdata": Note("Whether two tensors have one storage.", _STORAGE),

@@ -93,15 +93,6 @@ PARTS = (
         (*PYTEST, "tests/training", "--device", "simgpu", "-m", "slow and not proof"),
         7200,
     ),
-    Part(
-        "operators",
-        (
-            *(*PYTEST, "--operators", "-m", "not gpu"),
-            *(f"tests/training/test_{name}.py" for name in ("matrix", "convolutions", "autocast")),
-            *(f"tests/clients/test_{name}.py" for name in ("compile", "compile_fullgraph")),
-        ),
-        7200,
-    ),
     # Over PyTorch's CUDA build, in .venv-cuda: `make cuda-build`.
     Part("cuda", ("tools/cuda_check.py", "--output", "{output}"), 10800),
     Part("cuda waits", ("tools/cuda_mutants.py", "--output", "{output}"), 7200),

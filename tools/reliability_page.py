@@ -121,7 +121,6 @@ SHOWN: dict[str, Callable[[Figures], str]] = {
     "codec": _codec,
     "slow tests": _tests,
     "slow tests, simgpu": _tests,
-    "operators": _tests,
     "cuda": _tests,
     "cuda waits": _mutants,
     "planted bugs": _tests,

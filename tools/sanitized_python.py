@@ -39,7 +39,6 @@ WITHOUT = (
     "test_allocator",
     "test_api_docs",
     "test_build",
-    "test_build_ops",
     "test_conformance",
     "test_demo_text",
     "test_doctor_gpus",

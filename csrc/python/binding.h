@@ -47,6 +47,10 @@ extern PyMethodDef oo__coded_functions[]; /* of the module */
 PyObject *oo__units_tuple(const uint32_t *units, uint32_t count);
 /* Copies of these units will not be stamped. */
 void oo__distrust_units(PyObject *engine, const struct oo_fetched *fetched);
+/* Begin and end a use of `engine`. 0, or -1 with an exception; the GIL is given up in a wait. */
+int oo__acquire_use(PyObject *engine, const struct oo_request *request, struct oo_use *use);
+int oo__release_use(PyObject *engine, uint64_t ticket, uintptr_t stream,
+                    struct oo_fetched *fetched);
 /* A use that has begun, of this type; `stamp_units` is called with what a call has fetched. */
 PyObject *oo__use_begin(PyTypeObject *type, PyObject *engine, const struct oo_request *request,
                         PyObject *stamp_units);

@@ -6,7 +6,6 @@
  * copies are queued and one more may wait for room in the driver's queue: the host is far ahead of
  * the device then, and has the time. */
 #include "binding.h"
-#include "handover.h"
 
 #include <limits.h>
 #include <stdlib.h>
@@ -542,7 +541,7 @@ PyObject *oo__units_tuple(const uint32_t *units, uint32_t count) {
     return tuple;
 }
 
-static int oo__acquire_use(PyObject *object, const struct oo_request *request, struct oo_use *use) {
+int oo__acquire_use(PyObject *object, const struct oo_request *request, struct oo_use *use) {
     struct oo_engine *engine = oo__engine_of(object);
     if (!engine)
         return -1;
@@ -552,8 +551,8 @@ static int oo__acquire_use(PyObject *object, const struct oo_request *request, s
     return oo__zero_or_raise(object, status);
 }
 
-static int oo__release_use(PyObject *object, uint64_t ticket, uintptr_t stream,
-                           struct oo_fetched *fetched) {
+int oo__release_use(PyObject *object, uint64_t ticket, uintptr_t stream,
+                    struct oo_fetched *fetched) {
     struct oo_engine *engine = oo__engine_of(object);
     if (!engine)
         return -1;
@@ -806,36 +805,20 @@ done:
     return result;
 }
 
-static int oo__download_to(PyObject *object, void *target, uintptr_t source, size_t nbytes,
-                           uintptr_t stream) {
-    struct oo_engine *engine = oo__engine_of(object);
-    if (!engine)
-        return -1;
-    enum oo_status status;
-    OO_BLOCKING(status, oo_engine_download(engine, target, source, nbytes, stream));
-    return oo__zero_or_raise(object, status);
-}
-
 static const struct oo_parameter oo__download_takes[] = {OO_ADDRESS("target"), OO_ADDRESS("source"),
                                                          OO_BYTES("nbytes"), OO_ADDRESS("stream")};
 
 static PyObject *oo__engine_download(PyObject *object, PyObject *const *arguments,
                                      Py_ssize_t count) {
     unsigned long long v[4];
-    if (!OO_ENGINE_WITH(download, count, v))
+    struct oo_engine *engine = OO_ENGINE_WITH(download, count, v);
+    if (!engine)
         return NULL;
-    if (oo__download_to(object, (void *)(uintptr_t)v[0], (uintptr_t)v[1], (size_t)v[2],
-                        (uintptr_t)v[3]) < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_download(engine, (void *)(uintptr_t)v[0], (uintptr_t)v[1],
+                                           (size_t)v[2], (uintptr_t)v[3]));
+    return oo__none_or_raise(object, status);
 }
-
-const struct oo_handover oo__handover = {
-    .layout = OO_HANDOVER_LAYOUT,
-    .acquire = oo__acquire_use,
-    .release = oo__release_use,
-    .download = oo__download_to,
-};
 
 static const struct oo_parameter oo__spin_takes[] = {OO_ADDRESS("stream"),
                                                      {"nanoseconds", 0, 10000000000}};

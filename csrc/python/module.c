@@ -1,7 +1,6 @@
 /* module.c - `oracle_offload._core`: the module, its state, and the one place where a status
  * becomes an exception. */
 #include "binding.h"
-#include "handover.h"
 
 struct oo_module_state *oo__state(PyObject *module) { return PyModule_GetState(module); }
 
@@ -134,13 +133,6 @@ static int oo__add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type
     return *type ? PyModule_AddType(module, *type) : -1;
 }
 
-static int oo__add_handover(PyObject *module) {
-    PyObject *capsule = PyCapsule_New((void *)(uintptr_t)&oo__handover, OO_HANDOVER_NAME, NULL);
-    const int result = capsule ? PyModule_AddObjectRef(module, "handover", capsule) : -1;
-    Py_XDECREF(capsule);
-    return result;
-}
-
 static int oo__execute(PyObject *module) {
     struct oo_module_state *state = oo__state(module);
     PyObject *errors = PyImport_ImportModule("oracle_offload.errors");
@@ -155,7 +147,7 @@ static int oo__execute(PyObject *module) {
         oo__add_type(module, &oo__engine_spec, &state->engine_type) < 0 ||
         oo__add_type(module, &oo__use_spec, &state->use_type) < 0 ||
         oo__add_type(module, &oo__taken_spec, &state->taken_type) < 0 ||
-        oo__add_handover(module) < 0 || PyModule_AddFunctions(module, oo__coded_functions) < 0 ||
+        PyModule_AddFunctions(module, oo__coded_functions) < 0 ||
         PyModule_AddIntConstant(module, "BF16", OO_CODEC_BF16) < 0 ||
         PyModule_AddIntConstant(module, "FP8", OO_CODEC_FP8) < 0 ||
         PyModule_AddIntConstant(module, "INT8", OO_CODEC_INT8) < 0 ||

@@ -6,7 +6,6 @@
  * interrupted on the way, gives back at the block's end, or as it goes. No frame may keep these
  * objects in a variable: a traceback keeps frames. */
 #include "binding.h"
-#include "handover.h"
 
 static void oo__free_object(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
@@ -49,7 +48,7 @@ PyObject *oo__use_begin(PyTypeObject *type, PyObject *engine, const struct oo_re
     struct oo_use use;
     if (!self)
         return NULL;
-    if (oo__handover.acquire(engine, request, &use) < 0) {
+    if (oo__acquire_use(engine, request, &use) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -71,7 +70,7 @@ static int oo__use_end(struct oo_py_use *self, int is_finalizer) {
     if (!engine)
         return 0;
     self->engine = NULL;
-    int status = oo__handover.release(engine, self->ticket, self->stream, &fetched);
+    int status = oo__release_use(engine, self->ticket, self->stream, &fetched);
     if (status == 0 && is_finalizer)
         oo__distrust_units(engine, &fetched);
     else if (status == 0)

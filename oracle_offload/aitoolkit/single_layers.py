@@ -44,7 +44,6 @@ class _Waiting:
 
     trial = None
     lends_to_code = False
-    native = None  # nothing was compiled that computes in its place
     names: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     on_device = True  # so `.to()` moves the module as any other

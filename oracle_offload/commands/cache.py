@@ -16,18 +16,17 @@ from ..views.terminal import FileError, naming, put
 
 DESCRIPTION = """\
 Tell what this package keeps in the user's cache folder, and how much. All of it is made anew when
-it is wanted, but for the operators in C++, which build-ops makes. A model that is attached goes on
-when it is removed. What is being written, and the heartbeats of running trainings, stay.
+it is wanted. A model that is attached goes on when it is removed. What is being written, and the
+heartbeats of running trainings, stay.
 """
 # What there is, and the names of its files below the cache folder.
 KINDS = (
     ("compressed weights", ("coded/*.coded", "coded/*.raw", "coded/.*")),
-    ("operators in C++", ("ops/ops-*",)),
     ("batch sizes", ("sizes.json", "sizes.json.*.new")),
     ("times of steps", ("steps.json", "steps.json.*.new")),
     ("heartbeats", ("heartbeat-*",)),
 )
-_WHOLE = (".coded", ".raw", ".so", ".json")
+_WHOLE = (".coded", ".raw", ".json")
 _ABANDONED_S = 3600  # after its last write, a file is not being written any more
 
 

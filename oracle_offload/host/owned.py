@@ -1,29 +1,24 @@
 """Files and folders that nobody but this user can write.
 
-Whoever else could write a library that is loaded would run code in this process; whoever else could
-write or cut off a file that weights are read from would change what is computed, or end it; and a
-link that another user has planted would lead what is written here to some file of this user's.
+Whoever else could write or cut off a file that weights are read from would change what is computed,
+or end it; and a link that another user has planted would lead what is written here to some file of
+this user's.
 
 Root may do all of that anyway, so what is root's passes. On Windows nothing is asked: the cache
-lies in the user's profile, which no other user can write, links are made by administrators, and the
-operators in C++ do not exist there.
+lies in the user's profile, which no other user can write, and links are made by administrators.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import itertools
 import os
 import stat
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _ROOT = 0
-_slashes = itertools.count(1)  # in a name, which needs one
 
 
 class ForeignError(OSError):
@@ -68,15 +63,13 @@ def _make(path: Path) -> None:
             raise
 
 
-def open_own(path: Path, folder: int | None = None) -> int:
+def open_own(path: Path) -> int:
     """Return a descriptor of a file to read, whose content is by nobody else.
 
     Parameters
     ----------
     path : Path
         The file.
-    folder : int, optional
-        A descriptor of the folder it lies in, if that is open.
 
     Raises
     ------
@@ -89,7 +82,7 @@ def open_own(path: Path, folder: int | None = None) -> int:
     # pipe in the place of a file does not make anybody wait.
     flags = os.O_RDONLY | _NO_LINKS | _BINARY | getattr(os, "O_NONBLOCK", 0)
     try:
-        file = os.open(path if folder is None else path.name, flags, dir_fd=folder)
+        file = os.open(path, flags)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
             raise ForeignError(f"'{path}' is a link") from error
@@ -122,31 +115,6 @@ def create_own(path: str | os.PathLike[str], mode: int = 0o600) -> int:
     except FileExistsError:
         os.unlink(path)
         return os.open(path, flags, mode)
-
-
-@contextlib.contextmanager
-def own_name(path: Path) -> Iterator[str]:
-    """Yield a name of a file of this user's, for who can only be given a name (on Linux).
-
-    Whatever is renamed meanwhile, it leads to the file that was looked at: it begins at the folder
-    that is open, into which nobody else can put another. No name comes twice in a process, whatever
-    number the folder's descriptor has: Python and the system's loader give out again what they have
-    loaded by the same name.
-
-    Raises
-    ------
-    ForeignError
-        Others could have written the file, or could replace it.
-    OSError
-        There is none.
-    """
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _check(os.fstat(folder), path.parent)
-        os.close(open_own(path, folder))
-        yield f"/proc/self/fd/{folder}{'/' * next(_slashes)}{path.name}"
-    finally:
-        os.close(folder)
 
 
 def _check(status: os.stat_result, path: Path, is_link_fine: bool = False) -> None:

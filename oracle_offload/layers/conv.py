@@ -223,7 +223,6 @@ class Conv1dLayer(ConvLayer):
     base = nn.Conv1d
     base_forward = staticmethod(nn.Conv1d.forward)
     node = node_of("ManagedConv1d")
-    in_cpp = "Conv1d"
 
 
 class Conv2dLayer(ConvLayer):
@@ -233,7 +232,6 @@ class Conv2dLayer(ConvLayer):
     base = nn.Conv2d
     base_forward = staticmethod(nn.Conv2d.forward)
     node = node_of("ManagedConv2d")
-    in_cpp = "Conv2d"
 
 
 class Conv3dLayer(ConvLayer):
@@ -243,4 +241,3 @@ class Conv3dLayer(ConvLayer):
     base = nn.Conv3d
     base_forward = staticmethod(nn.Conv3d.forward)
     node = node_of("ManagedConv3d")
-    in_cpp = "Conv3d"

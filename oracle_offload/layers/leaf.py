@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -151,7 +151,6 @@ class Leaf:
     coded: Sequence[CodedMaster] = ()  # what the engine was told of its masters
     on_device = False  # the tensors lie there for good, and so do their gradients
     moving = False  # `follow` is under way, in some thread
-    native: Callable[[Any, Tensor], Tensor] | None = None  # computes as a call does; csrc/torch
     # The address of a master by that of its tensor on the device, once it has moved there.
     former: Mapping[int, int] = {}
     left: Mapping[int, int] = {}  # likewise by where it lies since it is coded no more

@@ -32,7 +32,6 @@ class LinearLayer(Traced):
     node = node_of("ManagedLinear")
     has_buffers = True
     operator = staticmethod(traced.linear)
-    in_cpp = "Linear"
 
     def base_call(self, module: Any, x: Tensor, tensors: Any) -> Tensor:
         """``F.linear`` with the given tensors."""

@@ -460,32 +460,6 @@ class Loan(Function):
         return x_gradient, None, None, *others
 
 
-class _Context:
-    """Stands for autograd's ``ctx`` of a forward that was computed in C++."""
-
-    def __init__(self, kept: dict[str, Any], saved: Callable[[], Tensor]) -> None:
-        self.__dict__.update(kept)
-        self._saved = saved
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor, ...]:
-        """What was saved; asked for only where it is needed, as a checkpoint computes it then."""
-        return (self._saved(),)
-
-
-def differentiate(
-    loan: tuple[Any, ...],
-    needs: Needs,
-    kept: dict[str, Any],
-    saved: Callable[[], Tensor],
-    grad: Tensor,
-) -> tuple[Any, ...]:
-    """Return the gradients of a forward that was computed in C++; see `Loan`."""
-    ctx: Any = _Context(kept, saved)
-    ctx.loan, ctx.needs_input_grad = loan, needs
-    return cast("tuple[Any, ...]", Loan.backward(ctx, grad))
-
-
 def node_of(layer_name: str) -> Any:
     """Return ``apply`` of a `Loan` of its own, whose nodes in the graph have this name.
 

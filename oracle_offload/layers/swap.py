@@ -80,8 +80,7 @@ def call(layer: Any, x: Tensor) -> Any:
     """Do what `untraced` does, without the decorator's own bookkeeping: for every eager call."""
     compiler = _set_compiler(None)
     try:
-        native = layer.native
-        return layer(x) if native is None else native(layer, x)
+        return layer(x)
     finally:
         _set_compiler(compiler)
 

@@ -46,7 +46,7 @@ after_autograd = torch._C._after_autograd_keyset
 functorch_active = torch._C._are_functorch_transforms_active
 _graph_task = torch._C._current_graph_task_id
 _numbers = itertools.count()
-layers: dict[int, weakref.ref[Numbered]] = {}  # csrc/torch looks there, too
+layers: dict[int, weakref.ref[Numbered]] = {}
 _kernels: dict[Any, Callable[..., Any]] = {}  # what an operator runs, for who stands before it
 _computes: dict[Any, Callable[..., Tensor]] = {}  # what it computes, with tensors on the device
 
@@ -88,13 +88,6 @@ class Traced(Numbered, Layer):
     """A layer that is one operator to a compiler, and can be told what its backward needs."""
 
     operator: ClassVar[Any]  # of those that `_define` made
-    in_cpp: ClassVar[str] = ""  # the type in `oracle_offload.ops` that computes as a call does
-
-    def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
-        super().__init__(module, name, structure)
-        ours = self.attachment.operators
-        if self.in_cpp and ours is not None:
-            self.native = getattr(ours, self.in_cpp)(self.state.device)
 
     def traced(self, module: Any, x: Tensor) -> Tensor:
         """Compute by one operator; torch.compile traces this."""
@@ -420,9 +413,8 @@ def define_operator(
     name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
 ) -> Any:
     """Define an operator that runs `kernel`, and of which compilers are told `fake`."""
-    for each in _twins(name):
-        _library.define(each + schema, tags=_TAGS)
-        _library.impl(each, kernel, "CompositeExplicitAutograd")
+    _library.define(name + schema, tags=_TAGS)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     _kernels[_overload(name)] = kernel
     return _overload(name)
@@ -430,16 +422,7 @@ def define_operator(
 
 def differentiate_by(name: str, kernel: Callable[..., Any]) -> None:
     """Let `kernel` run in an operator's place where autograd looks on; it gets the key set too."""
-    for each in _twins(name):
-        _library.impl(each, kernel, "Autograd", with_keyset=True)
-
-
-def _twins(name: str) -> tuple[str, str]:
-    """Return an operator's name, and that of its twin: of the first csrc/torch has kernels, too.
-
-    They hand what is not as usual to the twin; graphs know nothing of it.
-    """
-    return name, f"{name}_in_python"
+    _library.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 def _overload(name: str) -> Any:

@@ -200,7 +200,7 @@ def _leave(attachment: Attachment, layer: Leaf, memory: Sequence[torch.UntypedSt
     later = object.__new__(kind)
     layer.__class__ = kind
     for each in (layer, later):
-        each.__dict__.update(layer.__dict__, former=former, trial=None, masters=now, native=None)
+        each.__dict__.update(layer.__dict__, former=former, trial=None, masters=now)
     later.on_device = True
     later.kept = memory
     attachment.layers.remove(layer)

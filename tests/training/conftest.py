@@ -114,34 +114,3 @@ def sim():
     assert not reports, "\n\n".join(reports[:3])
     assert not left, f"still attached after the test: {left}"
     assert not alive, f"still alive in the driver after the test: {alive}"
-
-
-@pytest.fixture(scope="session")
-def built_ops():
-    """Compile the operators in C++, once for each source of them."""
-    from cpp import FOLDER
-
-    from oracle_offload import OffloadError
-    from oracle_offload.ops import compiling
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(FOLDER))
-        try:
-            compiling.compiler()
-        except OffloadError as error:
-            pytest.skip(str(error))
-        compiling.build()
-
-
-@pytest.fixture
-def in_cpp(built_ops, monkeypatch):
-    """Models that are attached from now on use the operators; how often is what this returns."""
-    from cpp import FOLDER, Taken
-
-    from oracle_offload.ops import load
-
-    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(FOLDER))
-    monkeypatch.setenv("ORACLE_OFFLOAD_OPS", "auto")
-    native = load.operators()
-    assert native is not None
-    return Taken(native)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cpp import managed
+from equality import attached
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -64,21 +64,13 @@ class Told:
         return [kind for _, kind in visits[seen:]]
 
 
-@pytest.fixture(params=["python", "C++"])
-def mode(request):
-    if request.param == "python":
-        return "off"
-    request.getfixturevalue("in_cpp")
-    return "auto"
-
-
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "checkpoint", "reentrant"])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_training_and_samples(layer, reentrant, trained, mode):
+def test_training_and_samples(layer, reentrant, trained):
     model = Model(LAYERS[layer], reentrant).requires_grad_(trained)
     x = torch.randn(2, 4, 8, requires_grad=True)
-    with managed(model, mode, offload_percent=1.0) as manager:
+    with attached(model, "cpu", offload_percent=1.0) as manager:
         told = Told(manager)
         forward = FORWARD if reentrant else RECORDED  # a reentrant one is under no_grad
         for _ in range(2):
@@ -95,11 +87,11 @@ def test_training_and_samples(layer, reentrant, trained, mode):
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_compiled(layer, backend, trained, mode):
+def test_compiled(layer, backend, trained):
     model = Model(LAYERS[layer], None).requires_grad_(trained)
     x = torch.randn(2, 4, 8, requires_grad=True)
     called = torch.compile(model, backend=backend, fullgraph=True)
-    with managed(model, mode, offload_percent=1.0) as manager:
+    with attached(model, "cpu", offload_percent=1.0) as manager:
         told = Told(manager)
         for _ in range(2):
             called(x).sum().backward()

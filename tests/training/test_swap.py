@@ -236,8 +236,6 @@ def test_an_older_torch_exports_where_it_compiles_and_dynamo_does_not(
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_compiler_sees_what_a_layer_computes_and_the_next_sees_it_again(fails: bool) -> None:
     class Layer:
-        native = None
-
         def __call__(self, x: int) -> int:
             seen.append(swap._set_compiler(None))
             if fails:

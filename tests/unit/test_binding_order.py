@@ -155,57 +155,6 @@ def test_a_capsule_that_nobody_took_ends_its_use() -> None:
     life.close()
 
 
-class Handover(ctypes.Structure):
-    """What the operators in C++ are given: struct oo_handover, of the same calls."""
-
-    _fields_ = (
-        ("layout", ctypes.c_uint64),
-        ("acquire", ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, *[ctypes.c_void_p] * 2)),
-        (
-            "release",
-            ctypes.PYFUNCTYPE(
-                ctypes.c_int, ctypes.py_object, ctypes.c_uint64, *[ctypes.c_void_p] * 2
-            ),
-        ),
-        (
-            "download",
-            ctypes.PYFUNCTYPE(
-                ctypes.c_int,
-                ctypes.py_object,
-                ctypes.c_void_p,
-                ctypes.c_uint64,
-                ctypes.c_size_t,
-                ctypes.c_uint64,
-            ),
-        ),
-    )
-
-
-def test_what_operators_in_cpp_call_does_the_same_and_refuses_the_same() -> None:
-    life = Life()
-    at = ctypes.pythonapi.PyCapsule_GetPointer
-    at.restype, at.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    handover = Handover.from_address(at(_core.handover, b"oracle_offload._core.handover"))
-    assert handover.layout >> 32 == ctypes.sizeof(Handover)
-    room = ctypes.create_string_buffer(256)
-    source, target = ctypes.create_string_buffer(b"\x05" * 64, 64), ctypes.create_string_buffer(64)
-    addresses = [ctypes.addressof(memory) for memory in (target, source)]
-    assert handover.download(life.engine, *addresses, 64, life.stream) == 0
-    assert target.raw == source.raw
-    with pytest.raises(OffloadError, match="ticket"):
-        handover.release(life.engine, 12345, life.stream, ctypes.addressof(room))
-    engine = life.engine
-    life.close_unused()
-    calls = (
-        lambda: handover.acquire(engine, ctypes.addressof(room), ctypes.addressof(room)),
-        lambda: handover.release(engine, 0, 0, ctypes.addressof(room)),
-        lambda: handover.download(engine, *addresses, 64, 0),
-    )
-    for call in calls:
-        with pytest.raises(OffloadError, match="this engine is closed"):
-            call()
-
-
 def test_unlocked_memory_holds_its_engine_no_longer() -> None:
     before = _core.live()["engines"]
     engine, buffer = _core.Engine(LIBRARY, 0), _core.HostBuffer(4096)

@@ -39,18 +39,14 @@ def names(store: Store) -> set[str]:
 
 
 def test_it_tells_how_much_there_is(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    ops = store.folder.parent / "ops"
-    ops.mkdir(mode=0o700)
-    (ops / "ops-2.13.0-cpython-311-abi1-0123456789abcdef.so").write_bytes(bytes(1 << 19))
     assert cli.main(["cache"]) == 0
     assert capsys.readouterr().out == (
         f"{store.folder.parent}\n"
         "  compressed weights  3.00 MiB in 3 files\n"
-        "  operators in C++    512.00 KiB in 1 file\n"
         "  batch sizes         0 B in 0 files\n"
         "  times of steps      0 B in 0 files\n"
         "  heartbeats          2 B in 1 file\n"
-        "  in all              3.50 MiB in 5 files\n"
+        "  in all              3.00 MiB in 4 files\n"
     )
     assert len(names(store)) == 4
 
@@ -71,21 +67,16 @@ def written_by_the_package() -> dict[str, Path]:
     from oracle_offload import heartbeat
     from oracle_offload.compress import steps
     from oracle_offload.compress.store import user_store
-    from oracle_offload.ops import files
     from oracle_offload.survive import known_sizes
 
     store = user_store()
     store.write("some" + CODED, memoryview(b"x" * 10))
-    make_folder(files.builds())
-    built = files.builds() / files.file_name("2.13.0+cpu", "1")
-    built.write_bytes(b"x" * 20)
     for module in (known_sizes, steps):
         module._rows.put("a key", {"size": 1})
     heart = heartbeat.Heartbeat()
     heart.write()
     return {
         "compress/store.py": store.path("some" + CODED),
-        "ops/files.py": built,
         "survive/known_sizes.py": folder() / "sizes.json",
         "compress/steps.py": folder() / "steps.json",
         "heartbeat.py": heart.path,
@@ -112,8 +103,8 @@ def test_all_that_the_package_writes_is_listed_and_removed(
 
     assert cli.main(["cache"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert [line.rpartition(" in ")[2] for line in said[1:]] == ["1 file"] * 5 + ["5 files"]
-    assert f"{format_size(nbytes)} in 5 files" in said[-1]
+    assert [line.rpartition(" in ")[2] for line in said[1:]] == ["1 file"] * 4 + ["4 files"]
+    assert f"{format_size(nbytes)} in 4 files" in said[-1]
 
     assert cli.main(["cache", "--clear"]) == 0
     assert os.listdir(tmp_path / "cache") == [written["heartbeat.py"].name], "this process lives"
@@ -132,7 +123,6 @@ def test_clear_leaves_what_is_being_written_and_the_heartbeats_of_trainings(
         f"heartbeat-{machine()}-1.json": 9 * hour,
         f"heartbeat-{machine()}-1.new": 9 * hour,
         f"heartbeat-{machine()}-3.json": 0,
-        "ops/ops-1.so.77": hour - 60,
         "sizes.json.77.new": hour - 60,
         "coded/.some.raw-77": hour - 60,
         "coded/notes.txt": 9 * hour,
@@ -141,8 +131,6 @@ def test_clear_leaves_what_is_being_written_and_the_heartbeats_of_trainings(
         f"heartbeat-{machine()}-2.json": 0,
         f"heartbeat-{machine()}-2.new": 0,
         "heartbeat-elsewhere-1.json": 0,
-        "ops/ops-1.so": 0,
-        "ops/ops-1.so.78": hour + 60,
         "sizes.json": 0,
         "sizes.json.78.new": hour + 60,
         "steps.json": 0,

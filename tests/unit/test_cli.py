@@ -180,8 +180,6 @@ TAKEN: dict[str, dict[str, object]] = {
     "doctor --json --html page --aitoolkit there": {
         "json": True, "html": "page", "aitoolkit": "there",
     },
-    "build-ops": {"force": False},
-    "build-ops --force": {"force": True},
 }  # fmt: skip
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import shutil
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from oracle_offload.compress.store import CODED, RAW, Store
-from oracle_offload.host import owned
 from oracle_offload.host.owned import ForeignError, check_folder, create_own, make_folder, open_own
 from oracle_offload.host.replace import replace_file
 from oracle_offload.remembered import Rows
@@ -260,73 +255,3 @@ def test_a_heartbeat_that_others_wrote_is_not_shown(folder: Path, change: Change
     assert live.heartbeats() == []
     with pytest.raises(ForeignError, match=why):
         live.read(path)
-
-
-LIBRARY = """
-#include <stdio.h>
-#include <stdlib.h>
-__attribute__((constructor)) static void run(void) { fclose(fopen(getenv("HAS_RUN"), "w")); }
-"""
-
-
-@pytest.fixture
-def has_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that is there once the library has run that lies where the operators would."""
-    pytest.importorskip("torch")
-    from oracle_offload.ops import load
-
-    told = tmp_path / "has-run"
-    monkeypatch.setenv("HAS_RUN", str(told))
-    monkeypatch.setenv("ORACLE_OFFLOAD_OPS", "auto")
-    path, source = load.path_here(), tmp_path / "library.c"
-    make_folder(path.parent)
-    source.write_text(LIBRARY)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", path, source], check=True)
-    path.chmod(0o700)
-    return told
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the operators are built on Linux alone")
-@pytest.mark.parametrize(("change", "place"), [*itertools.product(FOREIGN, ("file", "folder"))])
-def test_a_library_that_others_could_have_written_does_not_run(
-    has_run: Path, change: str, place: str
-) -> None:
-    from oracle_offload.ops import files, load
-
-    path = load.path_here()
-    FOREIGN[change][0](path if place == "file" else path.parent)
-    assert load.operators() is None
-    assert not has_run.exists() and "why_not" in files.record()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the operators are built on Linux alone")
-def test_a_library_of_this_user_runs(
-    has_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from oracle_offload.ops import load
-
-    path = load.path_here()
-    for folder in ("cache", "another"):  # the second by no name that the first had
-        monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path / folder))
-        make_folder(load.path_here().parent)
-        if load.path_here() != path:
-            shutil.copy2(path, load.path_here())
-        assert load.operators() is None  # it is no module
-        assert has_run.exists()
-        has_run.unlink()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="so is a library loaded, on Linux alone")
-def test_a_name_leads_to_what_was_looked_at_whatever_is_renamed(tmp_path: Path) -> None:
-    make_folder(tmp_path / "ours")
-    path = tmp_path / "ours" / "file"
-    path.write_text("ours")
-    path.chmod(0o600)
-    with owned.own_name(path) as before:
-        pass
-    with owned.own_name(path) as name:
-        assert os.path.normpath(name) == os.path.normpath(before) and name != before
-        path.parent.rename(tmp_path / "away")
-        path.parent.mkdir()
-        path.write_text("another")
-        assert Path(name).read_text() == "ours"

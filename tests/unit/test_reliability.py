@@ -46,7 +46,6 @@ FIGURES = {
     },
     "slow tests": {"tests": 900, "failed": 0},
     "slow tests, simgpu": {"tests": 800, "failed": 0},
-    "operators": {"tests": 700, "failed": 0},
     "cuda": {"tests": 600, "passed": 600, "failed": 0, "skipped": 40},
     "cuda waits": {"tried": 50, "killed": 20},
     "planted bugs": {"tests": 18, "failed": 0},

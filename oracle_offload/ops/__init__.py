@@ -1,1 +1,0 @@
-"""The operators in C++: built on request over one torch, and loaded where they were."""
