@@ -20,6 +20,10 @@ import tiers
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Tests leave nothing in the user's folder; those of the heartbeat ask for one elsewhere.
 os.environ["ORACLE_OFFLOAD_HEARTBEAT"] = "0"
+# Processes side by side compute by one thread each, and so does what they start: threads that wait
+# for one that has no core spin, and the same tests took ten times as long.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # In an environment of `make cuda-check`: PyTorch's CUDA build over a simulated driver of its own.
 pytest_plugins = ["simulated_cuda"] if "before_torch" in sys.modules else []
 

@@ -177,3 +177,24 @@ def test_a_bill_has_each_phase_of_each_test(tmp_path: Path) -> None:
         costs["a::dear[2]"].update(call=0.1)
         # Not those that ran: on a busy machine one of them may be dear.
         assert [name for name in bill.dear(costs) if name.startswith("a::")] == ["a::dear"]
+
+
+def test_a_process_beside_others_computes_by_one_thread(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text(encoding="utf-8"))
+    (tmp_path / "test_threads.py").write_text(
+        "import os\n"
+        "def test_threads():\n"
+        "    assert os.environ.get('OMP_NUM_THREADS') == os.environ['EXPECTED']\n"
+    )
+    for given, expected in (({}, "1"), ({"OMP_NUM_THREADS": "3"}, "3")):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "tools"), "EXPECTED": expected}
+        environment.pop("OMP_NUM_THREADS", None)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-n", "1"],
+            cwd=tmp_path,
+            env={**environment, **given},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
