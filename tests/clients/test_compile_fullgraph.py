@@ -8,7 +8,7 @@ import gc
 import pytest
 import torch
 import torch._inductor.utils
-from capturing import Backend
+from capturing import Backend, in_turn
 from equality import (
     RUNS,
     Recorder,
@@ -172,8 +172,7 @@ PURE = {
 }
 
 
-@pytest.mark.parametrize("name", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("which", PURE)
+@in_turn("which", PURE, ["aot_eager", "inductor"])
 def test_an_operator_declared_pure_is_caught(which, name, monkeypatch):
     """What the test above sees: a compiler drops a pure operator whose result nobody uses."""
     model = Model(unused=True).requires_grad_(False)
@@ -321,8 +320,7 @@ class Mixed(nn.Module):
         return self.head(x.flatten(1)[:, :8])
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", ["eager", "aot_eager"])
+@in_turn("frozen", [True, False])
 def test_the_other_kinds(name, frozen):
     managed, resident = resident_pair(Mixed())
     for model in (managed, resident):
@@ -385,8 +383,7 @@ class Sparse(nn.Module):
         return self.look_up(rows)
 
 
-@pytest.mark.parametrize("name", ["eager", "aot_eager"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@in_turn("checkpointing", [False, True])
 def test_sparse_gradients_break_no_graph(checkpointing, name):
     """The resident model as it is without a compiler: compiled it fails, for the padding."""
     managed, resident = resident_pair(Sparse(checkpointing))
@@ -557,8 +554,7 @@ def test_a_leaf_that_autocast_casts(first):
         assert_models_agree(one, other, cast_step)
 
 
-@pytest.mark.parametrize("name", ["eager", "aot_eager"])
-@pytest.mark.parametrize("write", ["in place", "through .data"])
+@in_turn("write", ["in place", "through .data"])
 def test_a_weight_that_changes_before_backward_is_refused(write, name):
     model = Model(unused=False)
     with attached(model):
@@ -608,10 +604,7 @@ def writes_a_weight(model, x, weight):
     return before + model(x)
 
 
-@pytest.mark.parametrize("name", ["eager", "aot_eager"])
-@pytest.mark.parametrize(
-    "change", [called_with_another_weight, called_with_another_bias, writes_a_weight]
-)
+@in_turn("change", [called_with_another_bias, writes_a_weight, called_with_another_weight])
 def test_a_compiled_region_computes_with_the_weight_that_it_has(change, name):
     managed, resident = pair()
     x, weight = torch.randn(2, 8), torch.randn(8, 8)
@@ -626,8 +619,7 @@ def test_a_compiled_region_computes_with_the_weight_that_it_has(change, name):
         assert_same(found, called_with_another_weight(resident, x, resident[0].weight.t()))
 
 
-@pytest.mark.parametrize("name", ["eager", "aot_eager"])
-@pytest.mark.parametrize("change", [called_with_another_weight, writes_a_weight])
+@in_turn("change", [called_with_another_weight, writes_a_weight])
 def test_with_gradients_such_a_weight_is_refused(change, name):
     managed, _ = pair()
     weight = torch.randn(8, 8)
@@ -642,8 +634,7 @@ def test_with_gradients_such_a_weight_is_refused(change, name):
         gradient(managed, torch.compile(change, backend=name, fullgraph=True))
 
 
-@pytest.mark.parametrize("name", ["eager", "aot_eager"])
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+@in_turn("transform", ["grad", "vmap", "jvp"])
 def test_transforms_of_functions_are_refused_as_without_a_compiler(transform, name):
     managed, _ = pair()
     transforms = {

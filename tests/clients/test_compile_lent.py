@@ -14,7 +14,7 @@ import sys
 import numpy
 import pytest
 import torch
-from capturing import Backend
+from capturing import Backend, in_turn
 from equality import (
     RUNS,
     Recorder,
@@ -111,13 +111,12 @@ def leaves(manager):
     return [layer for layer in manager.attachment.layers if isinstance(layer, AnyLayer)]
 
 
-@pytest.mark.parametrize("name", ["eager", "aot_eager"])
-@pytest.mark.parametrize(
-    ("how", "order", "checkpointing", "train"),
+@in_turn(
+    "how,order,checkpointing,train",
     [
         ("torch.compile", "attach first", "", True),
-        ("torch.compile", "attach first", "inside", False),
         ("torch.compile", "attach first", "inside", True),
+        ("torch.compile", "attach first", "inside", False),
         ("torch.compile", "compile first", "", False),
         ("block.compile", "attach first", "outside", True),
         ("block.compile", "compile first", "", True),
@@ -254,10 +253,9 @@ def experts_alone(monkeypatch):
 
 
 @pytest.mark.usefixtures("experts_alone")
-@pytest.mark.parametrize("name", ["eager", "aot_eager"])
-@pytest.mark.parametrize(
-    ("implementation", "train"),
-    [("grouped_mm", False), ("grouped_mm", True), ("batched_mm", False), ("batched_mm", True)],
+@in_turn(
+    "implementation,train",
+    [("grouped_mm", False), ("grouped_mm", True), ("batched_mm", True), ("batched_mm", False)],
 )
 def test_experts_are_in_one_graph(implementation, train, name):
     managed, resident = resident_pair(experts(implementation, train))
@@ -787,9 +785,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", ["eager", "aot_eager"])
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@in_turn(
+    "grad,form", [(False, form) for form in FORMS] + [(True, form) for form in reversed(FORMS)]
+)
 def test_a_result_that_is_not_as_compiled_code_was_told_is_refused(form, grad, name):
     with attached(model := nn.Sequential(Form())) as manager, torch.set_grad_enabled(grad):
         called = torch.compile(lambda x: model(x) * 2, backend=name, fullgraph=True)
@@ -937,8 +935,7 @@ def test_inductor_may_write_over_what_an_operator_was_given(monkeypatch, tmp_pat
         torch.testing.assert_close(one.grad, other.grad)
 
 
-@pytest.mark.parametrize("name", ["eager", "aot_eager"])
-@pytest.mark.parametrize("train", [False, True])
+@in_turn("train", [False, True])
 def test_autocast(train, name):
     managed, resident = resident_pair(Model(train=train))
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import quantised
 import torch
-from capturing import Backend
+from capturing import Backend, in_turn
 from equality import RUNS, Recorder, assert_models_agree, assert_same, attached
 from torch import nn
 from torch._dynamo.utils import counters
@@ -44,9 +44,9 @@ def uses(kind, backend, call):
     return [names[member] for member in recorder.acquired], brought
 
 
-@pytest.mark.parametrize(("name", "mode"), [("eager", "plain"), ("aot_eager", "not-reentrant")])
-@pytest.mark.parametrize("kind", quantised.FORMATS)
-def test_each_quantised_layer_is_one_operator(kind, name, mode):
+@in_turn("kind", quantised.FORMATS)
+def test_each_quantised_layer_is_one_operator(kind, name):
+    mode = {"eager": "plain", "aot_eager": "not-reentrant"}[name]
     x = torch.randn(3, 64, dtype=torch.bfloat16)
     managed, resident = (quantised.model_of(kind, torch.bfloat16) for _ in range(2))
     for name_of, parameter in [*managed.named_parameters(), *resident.named_parameters()]:
@@ -82,8 +82,7 @@ def test_quantised_layers_keep_order_and_bytes(kind):
     assert found_brought == brought
 
 
-@pytest.mark.parametrize("name", ["eager", "aot_eager"])
-@pytest.mark.parametrize("kind", ["torchao-float8", "quanto-qint8", "bitsandbytes-nf4-nested"])
+@in_turn("kind", ["torchao-float8", "quanto-qint8", "bitsandbytes-nf4-nested"])
 def test_autocast_is_that_of_the_call(kind, name):
     x = torch.randn(3, 64)
     managed, resident = (quantised.model_of(kind, torch.float32) for _ in range(2))
@@ -150,8 +149,7 @@ def test_no_input_is_kept_that_eager_does_not_keep(kind):
         assert 0 < held_bytes(called) <= 1.05 * held_bytes(model)
 
 
-@pytest.mark.parametrize("name", ["eager", "aot_eager"])
-@pytest.mark.parametrize("kind", ["torchao-int8", "bitsandbytes-nf4-nested"])
+@in_turn("kind", ["torchao-int8", "bitsandbytes-nf4-nested"])
 def test_a_write_between_forward_and_backward_is_refused(kind, name):
     model = nn.Sequential(*quantised.model_of(kind, torch.float32))
     with attached(model) as manager:
@@ -199,8 +197,7 @@ def test_a_result_of_another_dtype_than_told_is_refused(name, monkeypatch):
         assert_same(model(x), expected)
 
 
-@pytest.mark.parametrize("name", ["eager", "aot_eager"])
-@pytest.mark.parametrize("kind", ["torchao-int8", "gguf-q8_0"])
+@in_turn("kind", ["torchao-int8", "gguf-q8_0"])
 def test_a_quantised_weight_that_a_call_is_given_is_used(kind, name):
     managed, resident = (quantised.model_of(kind, torch.float32) for _ in range(2))
     managed, resident = managed[0].up.base, resident[0].up.base
