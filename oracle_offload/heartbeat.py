@@ -22,10 +22,11 @@ from torch.optim import optimizer as torch_optimizer
 
 from .engines import DeviceState, open_states
 from .errors import OffloadError
+from .host.cache import folder
 from .host.owned import check_folder, create_own, make_folder
 from .host.processes import is_alive, machine
 from .meter import Meter, uuid_of
-from .views.live import SCHEMA, folder, path_of, pid_of
+from .views.live import SCHEMA, path_of, pid_of
 from .views.memory import device_memory, host_memory
 from .views.summary import verdict_on
 

@@ -7,9 +7,9 @@ import json
 import logging
 from typing import Any
 
+from .host.cache import folder
 from .host.owned import make_folder, open_own
 from .host.replace import replace_file
-from .views.live import folder
 
 logger = logging.getLogger("oracle_offload")
 

@@ -8,10 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+from ..host.cache import folder
 from ..host.owned import check_folder
 from ..host.processes import is_alive
 from ..sizes import format_size, parse_size
-from ..views.live import folder, pid_of
+from ..views.live import pid_of
 from ..views.terminal import FileError, naming, put
 
 DESCRIPTION = """\

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..doctor.sensors import Sensors
-from ..views.live import Live, folder, heartbeats, path_of, read
+from ..host.cache import folder
+from ..views.live import Live, heartbeats, path_of, read
 from ..views.terminal import FileError, columns, naming, obeys, put, show, wants_color
 
 EVERY_S = 1.0

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from .._core import HostBuffer
 from ..disk.origin import map_private
+from ..host.cache import folder
 from ..host.owned import ForeignError, check_folder, create_own, make_folder, open_own
 from ..sizes import GIB, format_size
-from ..views.live import folder
 
 logger = logging.getLogger("oracle_offload")
 

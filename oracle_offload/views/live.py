@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..doctor.gpus import CLOCK_REASONS
+from ..host.cache import folder
 from ..host.owned import open_own
 from ..host.processes import is_alive, machine
 from .bars import text_bar
@@ -28,16 +29,6 @@ from .terminal import NARROWEST, WIDEST, Text
 SCHEMA = schema("heartbeat", 2)
 _PANE = 32  # columns of the narrowest pane that somebody watches in
 STALE_S = 10.0  # a step that takes longer is worth a word
-
-
-def folder() -> Path:
-    """Return where this user's files lie: ``ORACLE_OFFLOAD_CACHE_DIR``, or the system's place."""
-    named = os.environ.get("ORACLE_OFFLOAD_CACHE_DIR")
-    if named:
-        return Path(named)
-    from platformdirs import user_cache_path
-
-    return user_cache_path("oracle_offload", appauthor=False)
 
 
 def path_of(pid: int) -> Path:

@@ -24,6 +24,7 @@ from torch import nn
 from oracle_offload import OffloadError, heartbeat, simulator
 from oracle_offload.commands import watch as watching
 from oracle_offload.heartbeat import Heartbeat
+from oracle_offload.host.cache import folder
 from oracle_offload.host.processes import machine
 from oracle_offload.meter import Meter
 from oracle_offload.views import live
@@ -485,7 +486,7 @@ def test_a_step_longer_than_ten_seconds_is_worth_a_word(monkeypatch):
 
 def test_a_heartbeat_that_goes_while_they_are_listed_hides_no_other(heart):
     heart.write()
-    (live.folder() / "heartbeat-gone.json").symlink_to("nowhere")
+    (folder() / "heartbeat-gone.json").symlink_to("nowhere")
     assert live.heartbeats() == [live.path_of(os.getpid())]
 
 
@@ -577,7 +578,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
 
 def test_without_a_named_folder_it_is_the_user_s(monkeypatch):
     monkeypatch.delenv("ORACLE_OFFLOAD_CACHE_DIR", raising=False)
-    assert live.folder().name == "oracle_offload" and live.folder().is_absolute()
+    assert folder().name == "oracle_offload" and folder().is_absolute()
 
 
 def test_watching_needs_no_torch():
