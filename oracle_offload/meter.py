@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .devices import parse_device
-from .doctor.sensors import Sensors
 from .engines import DeviceState, open_states
 from .errors import OffloadError
 from .host.memory import available_bytes
+from .host.sensors import Sensors
 from .traffic import stalls_of
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..doctor.sensors import Sensors
 from ..host.cache import folder
+from ..host.sensors import Sensors
 from ..views.live import Live, heartbeats, path_of, read
 from ..views.terminal import FileError, columns, naming, obeys, put, show, wants_color
 

@@ -6,9 +6,9 @@ import os
 import re
 
 from ..host.files import parse_count
+from ..host.gpus import CLOCK_REASONS, Gpu
 from ..sizes import GIB
 from .finding import Finding, size, worst
-from .gpus import CLOCK_REASONS, Gpu
 from .system import System
 
 # Page-locked host-to-device rate in GB/s that 16 lanes are reported to reach (PCIe 3.0: 11-12,

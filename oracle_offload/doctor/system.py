@@ -13,8 +13,8 @@ from functools import cached_property
 
 from ..host.cgroup import MemoryLimit, read_memory_limit
 from ..host.files import Reading, below, list_names, read_text
+from ..host.gpus import GpuView, read_gpus
 from ..host.memory import read_meminfo
-from .gpus import GpuView, read_gpus
 from .torch_build import TorchView, ask_torch, find_torch, imported_torch
 
 

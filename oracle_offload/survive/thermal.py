@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..doctor.sensors import Sensors
+from ..host.sensors import Sensors
 from ..meter import uuid_of
 from .memory import card
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..doctor.gpus import CLOCK_REASONS
 from ..host.cache import folder
+from ..host.gpus import CLOCK_REASONS
 from ..host.owned import open_own
 from ..host.processes import is_alive, machine
 from .bars import text_bar

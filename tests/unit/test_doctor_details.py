@@ -9,8 +9,8 @@ import pytest
 
 from oracle_offload.doctor import System
 from oracle_offload.doctor.checks_gpu import check_other_processes
-from oracle_offload.doctor.gpus import Gpu, GpuProcess, GpuView
 from oracle_offload.doctor.torch_build import TorchView
+from oracle_offload.host.gpus import Gpu, GpuProcess, GpuView
 
 GIB = 1 << 30
 

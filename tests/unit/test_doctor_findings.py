@@ -19,8 +19,8 @@ import pytest
 from oracle_offload.doctor import System, examine
 from oracle_offload.doctor.checks import CHECKS
 from oracle_offload.doctor.finding import Finding
-from oracle_offload.doctor.gpus import Gpu, GpuProcess, GpuView
 from oracle_offload.doctor.torch_build import TorchView
+from oracle_offload.host.gpus import Gpu, GpuProcess, GpuView
 
 GOLDEN = Path(__file__).parent.parent / "data" / "systems" / "findings.json"
 MIB, GIB = 1 << 20, 1 << 30

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import c_build
 import pytest
 
-from oracle_offload.doctor.gpus import CLOCK_REASONS, Gpu, GpuProcess, GpuView, read_gpus
+from oracle_offload.host.gpus import CLOCK_REASONS, Gpu, GpuProcess, GpuView, read_gpus
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCE = ROOT / "tests" / "data" / "systems" / "nvml_stand_in.c"
 
 READ = (
-    "from oracle_offload.doctor.gpus import Gpu, GpuProcess, GpuView, read_gpus\n"
+    "from oracle_offload.host.gpus import Gpu, GpuProcess, GpuView, read_gpus\n"
     "print(repr(read_gpus()))"
 )
 

@@ -22,7 +22,6 @@ from importing import import_cost
 
 from oracle_offload.doctor import CHECKS, Finding, System, examine
 from oracle_offload.doctor import checks as checks_module
-from oracle_offload.doctor.gpus import GpuView
 from oracle_offload.doctor.report import DoctorReport
 from oracle_offload.doctor.torch_build import (
     TorchView,
@@ -33,6 +32,7 @@ from oracle_offload.doctor.torch_build import (
 )
 from oracle_offload.host.cgroup import read_memory_limit
 from oracle_offload.host.files import Reading, list_names, read_text
+from oracle_offload.host.gpus import GpuView
 from oracle_offload.views.terminal import show
 
 ROOT = Path(__file__).parent.parent.parent

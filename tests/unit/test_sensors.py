@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from test_doctor_gpus import ROOT, compile_stand_in
 
-from oracle_offload.doctor.sensors import SENSORS, Sensors
+from oracle_offload.host.sensors import SENSORS, Sensors
 
 READ = """
 import json, sys
-from oracle_offload.doctor.sensors import Sensors
+from oracle_offload.host.sensors import Sensors
 sensors = Sensors(sys.argv[1])
 energy = [sensors.energy_j(), sensors.energy_j()]
 print(json.dumps([sensors.read(), sensors.why, sensors.missing, energy]))

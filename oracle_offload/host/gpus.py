@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..host.files import NO_SIZE
+from .files import NO_SIZE
 
 _T = TypeVar("_T")
 
