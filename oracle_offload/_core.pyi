@@ -55,6 +55,10 @@ class Stats(TypedDict):
     d2h_copies: int
     d2h_seconds: float
     d2h_timed_bytes: int
+    left_bytes: int
+    left_copies: int
+    returned_bytes: int
+    returned_copies: int
     acquires: int
     hits: int
     late: int  # acquires that had to enqueue their own copy
@@ -313,6 +317,30 @@ class Engine:
 
     def download(self, target: int, source: int, nbytes: int, stream: int, /) -> None:
         """Copy device bytes written by `stream` to host address `target`; waits (counted)."""
+
+    def trip_out(self, target: int, source: int, nbytes: int, stream: int, /) -> int:
+        """Queue a copy of device bytes that `stream` computes to locked host memory.
+
+        Nobody waits. The source is the caller's again after `trip_join`. Returns a ticket.
+        """
+
+    def trip_back(self, ticket: int, target: int, stream: int, /) -> int:
+        """Queue the copy of what left by `ticket` to memory allocated on `stream`.
+
+        Returns a ticket of its own; the target may be used after `trip_join`.
+        """
+
+    def trip_join(self, ticket: int, stream: int, /) -> None:
+        """Let work that is queued from now on come after the copy."""
+
+    def trip_arrived(self, ticket: int, /) -> bool:
+        """Whether the copy has ended; waits for nothing."""
+
+    def trip_await(self, ticket: int, /) -> None:
+        """Wait on the host until the copy has ended (counted)."""
+
+    def trip_end(self, ticket: int, /) -> None:
+        """Join the trip, if nobody has, and forget it: its host memory may be used again."""
 
     def spin(self, stream: int, nanoseconds: int, /) -> None:
         """Keep `stream` busy (at most ten seconds), so that tests can make copies race a kernel."""

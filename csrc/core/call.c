@@ -163,6 +163,11 @@ static void oo__flush_stream(struct oo_engine *engine, OOCUstream stream) {
         (void)oo__note(engine, "cuStreamQuery", result);
 }
 
+void oo__flush_home(struct oo_engine *engine) {
+    if (engine->submits_late)
+        oo__flush_stream(engine, engine->d2h);
+}
+
 void oo__flush(struct oo_engine *engine) {
     if (!engine->submits_late)
         return;

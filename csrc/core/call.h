@@ -39,5 +39,7 @@ enum oo_status oo__synchronize(struct oo_engine *engine, OOCUstream stream, int 
 
 /* Where the driver collects work first: hand the queued copies to the device now. Not a wait. */
 void oo__flush(struct oo_engine *engine);
+/* Likewise those towards the host. */
+void oo__flush_home(struct oo_engine *engine);
 
 #endif

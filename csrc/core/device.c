@@ -12,6 +12,7 @@
 #include "simulated.h"
 #include "staging.h"
 #include "timing.h"
+#include "trip.h"
 #include "uses.h"
 
 #include <stdlib.h>
@@ -66,6 +67,7 @@ enum oo_status oo__ask_node(struct oo_engine *engine) {
 static void oo__close_device(struct oo_engine *engine) {
     oo__feeder_close(engine);          /* before the ring, and the context */
     (void)oo__finish_download(engine); /* before the ring it may still be reading goes */
+    oo__trips_close(engine);
     oo__ring_free(engine, &engine->down);
     oo__ring_free(engine, &engine->up);
     oo__forget_reads(engine);

@@ -3,22 +3,23 @@
  *
  * The hazards, the wait that closes each, and where it stands:
  *   H1  a kernel reads a slot before its copy has arrived
- *           the compute stream waits for `ready`                        engine.c
+ *           the compute stream waits for `ready`, or for a trip back    engine.c, trip.c
  *   H2  a copy overwrites bytes that a kernel still reads
  *           the stream that writes, h2d or decode, waits for every last use  uses.c
  *   H3  a copy overwrites bytes that an earlier owner still uses
- *           the h2d stream waits for the stream that allocated them     lease.c
+ *           the h2d stream waits for the stream that allocated them     lease.c, trip.c
  *   H4  device memory goes back while copies or kernels use it
  *           its stream waits for the kernels, the host for the copies   lease.c
+ *           its stream waits for the copies of trips                    trip.c
  *   H5  the host rewrites bytes of the ring that a copy still reads
  *           the copy thread waits for the copy that used the piece last feed.c
- *   H6  a gradient is copied before it is computed
- *           the d2h stream waits for the stream that computes it        gradient.c
+ *   H6  a gradient, or what leaves, is copied before it is computed
+ *           the d2h stream waits for the stream that computes it        gradient.c, trip.c
  *   H7  masters are unlocked, freed or rewritten under a copy, or a kernel that reads them in place
  *           the host waits for the engine's copies    copies.c, masters.c, model.c, ring.c, feed.c
  *           the host waits for those kernels          uses.c; engine.c, masters.c, model.c
  *   H8  the host reads bytes that have not arrived
- *           the host waits for their copy                               gradient.c, ring.c
+ *           the host waits for their copy                       gradient.c, ring.c, trip.c
  *   H9  a stream waits for the arrival of a copy that is not queued yet
  *           the host waits for the copy threads                         feed.c
  *   H10 copy threads read masters, or write to bytes, that are another's by now
@@ -32,6 +33,10 @@
  *           the h2d stream waits for the decode stream                  staging.c
  *   H14 `ready`, which follows the last decode, passes copies of what is not coded
  *           the decode stream waits for the h2d stream                  staging.c
+ *   H15 bytes are copied back that have not arrived at the host
+ *           the h2d stream waits for the trip that brings them there    trip.c
+ *   H16 bytes that leave overwrite host memory that a copy back still reads
+ *           the d2h stream waits for that copy                          trip.c
  *
  * Copies among themselves are ordered by being on one stream each way, decodes by being on one
  * stream. Free bytes of the arena keep one promise: every use of them is ordered before the tail of

@@ -7,6 +7,7 @@
 #include "ring.h"
 #include "simulated.h"
 #include "timing.h"
+#include "trip.h"
 
 /* While a fault lasts even waiting may fail. The next download, or the end of the engine, waits for
  * what a failed one left queued. */
@@ -14,8 +15,11 @@ enum oo_status oo__finish_download(struct oo_engine *engine) {
     enum oo_status status = OO_OK;
     if (!engine->unfinished)
         return OO_OK;
-    if (engine->usable) /* a lost context has nothing in flight */
+    if (engine->usable) { /* a lost context has nothing in flight */
         OO_TRY(oo__synchronize(engine, engine->d2h, 1));
+        if (engine->trips.count)
+            OO_TRY(oo__synchronize(engine, engine->h2d, 1));
+    }
     OO_TRY(oo__check(engine, "simDrop", oo__disown(engine, engine->unfinished)));
     engine->unfinished = 0;
 done:
@@ -44,8 +48,10 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
         OO_TRY(oo__event_take(engine, OO_TIMED, &begin));
     OO_TRY(oo__event_take(engine, begin ? OO_TIMED : OO_ORDERS, &arrived));
     OO_TRY(oo__finish_download(engine));
-    OO_TRY(oo__adopt(engine, source, bytes, OOSIM_ADOPT_KEEP, stream));
-    adopted = 1;
+    if (!oo__trip_covers(engine, source, bytes)) { /* else the simulated device has it already */
+        OO_TRY(oo__adopt(engine, source, bytes, OOSIM_ADOPT_KEEP, stream));
+        adopted = 1;
+    }
     oo__label(engine, (const void *)source, bytes, "gradient", OO_NO_UNIT);
     /* H6: the copy starts after the work that computes the gradient. */
     OO_TRY(OO_DRIVE(engine, cuEventRecord, computed->handle, stream));

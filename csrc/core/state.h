@@ -296,6 +296,29 @@ struct oo_model {
     struct oo_stats stats;
 };
 
+/* ---- bytes that leave the device for a while: trip.c ---- */
+
+/* One copy, out or back; its record is free where there is no event. */
+struct oo_trip {
+    uint32_t generation; /* counts the trips that had this record */
+    uint32_t next_free;  /* in the row of free ones */
+    uint8_t is_back;
+    uint8_t queued;  /* its copy may be */
+    uint8_t joined;  /* its device memory is the caller's again */
+    uint8_t adopted; /* the simulated device has that memory, for this trip */
+    char *host;
+    OOCUdeviceptr device;
+    size_t bytes;
+    OOCUstream stream; /* that torch allocated the device memory on */
+    struct oo_event *arrived;
+};
+
+struct oo_trips {
+    struct oo_trip *all;
+    uint32_t count, capacity;
+    uint32_t first_free; /* `count`: none */
+};
+
 /* ---- the journal: journal.c ---- */
 
 struct oo_journal {
@@ -352,7 +375,8 @@ struct oo_engine {
     struct oo_decoder decoder;
     struct oo_ring up, down;
     struct oo_feeder feeder;
-    OOCUdeviceptr unfinished; /* gradient whose download failed and could not be waited for */
+    OOCUdeviceptr unfinished; /* of a copy that failed and could not be waited for */
+    struct oo_trips trips;
     struct oo_spans spans;
     struct oo_pace pace;
     struct oo_journal journal;

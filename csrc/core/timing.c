@@ -126,10 +126,12 @@ static int oo__harvest_one(struct oo_engine *engine) {
         return 0;
     if (result == OOCU_SUCCESS) {
         struct oo_stats *stats =
-            span->kind == OO_TRACE_D2H ? &engine->stats : &engine->models[span->model].stats;
+            span->unit == OO_NO_UNIT ? &engine->stats : &engine->models[span->model].stats;
         const double seconds = (double)milliseconds * 1e-3;
         switch (span->kind) {
         case OO_TRACE_H2D:
+            if (span->unit == OO_NO_UNIT) /* of a trip back: the plan goes by units */
+                break;
             stats->h2d_seconds += seconds;
             stats->h2d_timed_bytes += span->bytes;
             if (span->sent > engine->copies.left)
@@ -221,7 +223,7 @@ void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t un
     }
     const uint32_t model = unit == OO_NO_UNIT ? 0 : engine->units[unit].model;
     /* Behind a copy of the copy threads there may be others by now. */
-    const int is_last = kind == OO_TRACE_H2D && !engine->units[unit].is_fed;
+    const int is_last = kind == OO_TRACE_H2D && unit != OO_NO_UNIT && !engine->units[unit].is_fed;
     const uint64_t sent = is_last ? engine->copies.sent : 0;
     *oo__span_at(spans, spans->tail++) =
         (struct oo_span){kind, unit, model, bytes, sent, begin, end, spans->tracing};

@@ -98,7 +98,9 @@ typedef struct OOSimRange {
     size_t bytes;
 } OOSimRange;
 
-/* simAdopt flags. Without KEEP the adopted bytes are poisoned (0xFF), as fresh device memory is. */
-enum { OOSIM_ADOPT_POISON = 0, OOSIM_ADOPT_KEEP = 1 };
+/* simAdopt flags. Without KEEP the adopted bytes are poisoned (0xFF), as fresh device memory is.
+ * With IN_STREAM they go back in the order of the stream they are lent on, as memory goes back to
+ * torch's allocator: simDrop asks no more than that the stream waits for what uses them. */
+enum { OOSIM_ADOPT_POISON = 0, OOSIM_ADOPT_KEEP = 1, OOSIM_ADOPT_IN_STREAM = 2 };
 
 #endif

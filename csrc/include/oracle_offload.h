@@ -383,6 +383,42 @@ enum oo_status oo_engine_expect_pace(struct oo_engine *engine, const struct oo_u
 enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintptr_t source,
                                   size_t bytes, uintptr_t stream);
 
+/* ---- bytes that leave the device for a while ---- */
+
+/* A trip is a copy of device bytes of the caller's own, out to page-locked host memory that the
+ * engine knows or back from there, which the host does not wait for:
+ *
+ *     oo_trip_out(engine, target, source, bytes, stream, &out);
+ *     ... work that is queued on `stream` reads the source ...
+ *     oo_trip_join(engine, out, stream);        the source may be freed, or rewritten
+ *     ... later, in memory allocated on `stream` ...
+ *     oo_trip_back(engine, out, target, stream, &back);
+ *     oo_trip_join(engine, back, stream);       work that is queued next may read the target
+ *     oo_trip_end(engine, back);                the host memory may be the next one's
+ *     oo_trip_end(engine, out);
+ *
+ * `stream` is the one that the device memory was allocated on, as torch's allocator hands memory
+ * on in the order of a stream. A ticket names a trip until its end. */
+
+/* Queue a copy of device bytes that `stream` computes. OO_E_STATE where the target is not
+ * page-locked. */
+enum oo_status oo_trip_out(struct oo_engine *engine, void *target, uintptr_t source, size_t bytes,
+                           uintptr_t stream, uint64_t *ticket);
+/* Queue the copy of what left by the trip `out`, once it has arrived, to device memory that was
+ * allocated on `stream`. Any number may be made until that trip ends. */
+enum oo_status oo_trip_back(struct oo_engine *engine, uint64_t out, uintptr_t target,
+                            uintptr_t stream, uint64_t *ticket);
+/* Work queued from now on, on the stream of the trip's device memory, and after a trip back on
+ * `stream` as well, comes after the copy: the device memory is the caller's again. */
+enum oo_status oo_trip_join(struct oo_engine *engine, uint64_t ticket, uintptr_t stream);
+/* Whether the copy has ended; waits for nothing. */
+enum oo_status oo_trip_arrived(struct oo_engine *engine, uint64_t ticket, int *arrived);
+/* Wait on the host until it has: what left may be read there. */
+enum oo_status oo_trip_await(struct oo_engine *engine, uint64_t ticket);
+/* Join the trip, if nobody has, and forget it: its host memory may be the target of the next trip
+ * out. The host itself may rewrite it once oo_trip_await has returned. */
+enum oo_status oo_trip_end(struct oo_engine *engine, uint64_t ticket);
+
 /* ---- masters that change ---- */
 
 /* Trainable masters may be rewritten from now on: their copies are dropped, none is prefetched, and
@@ -438,6 +474,11 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     COUNT(d2h_copies, ENGINE) \
     SECONDS(d2h_seconds, ENGINE)        /* of d2h_timed_bytes */ \
     COUNT(d2h_timed_bytes, ENGINE) \
+    /* trips: bytes of the caller's own, beside those above */ \
+    COUNT(left_bytes, ENGINE)           /* out, to the host */ \
+    COUNT(left_copies, ENGINE) \
+    COUNT(returned_bytes, ENGINE)       /* and back */ \
+    COUNT(returned_copies, ENGINE) \
     /* uses */ \
     COUNT(acquires, MODEL) \
     COUNT(hits, MODEL)                  /* the unit was in the arena, or on its way */ \

@@ -820,6 +820,96 @@ static PyObject *oo__engine_download(PyObject *object, PyObject *const *argument
     return oo__none_or_raise(object, status);
 }
 
+/* ---- trips ---- */
+
+static PyObject *oo__ticket_or_raise(PyObject *object, enum oo_status status, uint64_t ticket) {
+    return status == OO_OK ? PyLong_FromUnsignedLongLong(ticket) : oo__raise_for(object, status);
+}
+
+static PyObject *oo__engine_trip_out(PyObject *object, PyObject *const *arguments,
+                                     Py_ssize_t count) {
+    unsigned long long v[4];
+    uint64_t ticket = 0;
+    struct oo_engine *engine =
+        oo__engine_with(object, "trip_out", arguments, count, oo__download_takes,
+                        OO_COUNT_OF(oo__download_takes), v);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_trip_out(engine, (void *)(uintptr_t)v[0], (uintptr_t)v[1], (size_t)v[2],
+                                    (uintptr_t)v[3], &ticket));
+    return oo__ticket_or_raise(object, status, ticket);
+}
+
+static const struct oo_parameter oo__trip_back_takes[] = {OO_NUMBER("ticket"), OO_ADDRESS("target"),
+                                                          OO_ADDRESS("stream")};
+
+static PyObject *oo__engine_trip_back(PyObject *object, PyObject *const *arguments,
+                                      Py_ssize_t count) {
+    unsigned long long v[3];
+    uint64_t ticket = 0;
+    struct oo_engine *engine = OO_ENGINE_WITH(trip_back, count, v);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_trip_back(engine, v[0], (uintptr_t)v[1], (uintptr_t)v[2], &ticket));
+    return oo__ticket_or_raise(object, status, ticket);
+}
+
+static const struct oo_parameter oo__trip_join_takes[] = {OO_NUMBER("ticket"),
+                                                          OO_ADDRESS("stream")};
+
+static PyObject *oo__engine_trip_join(PyObject *object, PyObject *const *arguments,
+                                      Py_ssize_t count) {
+    unsigned long long v[2];
+    struct oo_engine *engine = OO_ENGINE_WITH(trip_join, count, v);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_trip_join(engine, v[0], (uintptr_t)v[1]));
+    return oo__none_or_raise(object, status);
+}
+
+static const struct oo_parameter oo__trip_takes[] = {OO_NUMBER("ticket")};
+
+static struct oo_engine *oo__trip_of(PyObject *object, const char *function, PyObject *argument,
+                                     unsigned long long *ticket) {
+    PyObject *const arguments[] = {argument};
+    return oo__engine_with(object, function, arguments, 1, oo__trip_takes,
+                           OO_COUNT_OF(oo__trip_takes), ticket);
+}
+
+static PyObject *oo__engine_trip_arrived(PyObject *object, PyObject *argument) {
+    unsigned long long ticket;
+    int arrived = 0;
+    struct oo_engine *engine = oo__trip_of(object, "trip_arrived", argument, &ticket);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_trip_arrived(engine, ticket, &arrived));
+    return status == OO_OK ? PyBool_FromLong(arrived) : oo__raise_for(object, status);
+}
+
+static PyObject *oo__engine_trip_await(PyObject *object, PyObject *argument) {
+    unsigned long long ticket;
+    struct oo_engine *engine = oo__trip_of(object, "trip_await", argument, &ticket);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_trip_await(engine, ticket));
+    return oo__none_or_raise(object, status);
+}
+
+static PyObject *oo__engine_trip_end(PyObject *object, PyObject *argument) {
+    unsigned long long ticket;
+    struct oo_engine *engine = oo__trip_of(object, "trip_end", argument, &ticket);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_trip_end(engine, ticket));
+    return oo__none_or_raise(object, status);
+}
+
 static const struct oo_parameter oo__spin_takes[] = {OO_ADDRESS("stream"),
                                                      {"nanoseconds", 0, 10000000000}};
 
@@ -1340,6 +1430,20 @@ static PyMethodDef oo__engine_methods[] = {
     {"download", OO_FAST(oo__engine_download),
      "download($self, target, source, nbytes, stream, /)\n--\n\nCopy device bytes to the host and "
      "wait."},
+    {"trip_out", OO_FAST(oo__engine_trip_out),
+     "trip_out($self, target, source, nbytes, stream, /)\n--\n\nQueue a copy of device bytes to "
+     "locked host memory; its ticket."},
+    {"trip_back", OO_FAST(oo__engine_trip_back),
+     "trip_back($self, ticket, target, stream, /)\n--\n\nQueue the copy back to device memory; its "
+     "ticket."},
+    {"trip_join", OO_FAST(oo__engine_trip_join),
+     "trip_join($self, ticket, stream, /)\n--\n\nWhat is queued next comes after the copy."},
+    {"trip_arrived", oo__engine_trip_arrived, METH_O,
+     "trip_arrived($self, ticket, /)\n--\n\nWhether the copy has ended."},
+    {"trip_await", oo__engine_trip_await, METH_O,
+     "trip_await($self, ticket, /)\n--\n\nWait on the host until the copy has ended."},
+    {"trip_end", oo__engine_trip_end, METH_O,
+     "trip_end($self, ticket, /)\n--\n\nForget the trip: its host memory may be used again."},
     {"spin", OO_FAST(oo__engine_spin),
      "spin($self, stream, nanoseconds, /)\n--\n\nKeep a stream busy."},
     {"hold", oo__engine_hold, METH_NOARGS,

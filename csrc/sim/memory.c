@@ -167,7 +167,8 @@ static void forget(struct sim_range *range) {
 
 OOCUresult sim__range_remove(struct sim_range *range, const char *call) {
     const struct sim_clock *host = sim__host_clock();
-    for (uint32_t actor = 0; actor < range->copies.width; actor++) {
+    const int in_stream = range->kind == MEM_ADOPTED && range->flags & OOSIM_ADOPT_IN_STREAM;
+    for (uint32_t actor = 0; !in_stream && actor < range->copies.width; actor++) {
         if (range->copies.at[actor] <= sim__clock_at(host, actor))
             continue;
         /* The caller may well free the bytes after this error: nothing may touch them any more. */
@@ -186,7 +187,7 @@ OOCUresult sim__range_remove(struct sim_range *range, const char *call) {
     struct sim_stream *lender = sim__handle_get(OBJECT_STREAM, range->lender);
     if (lender)
         sim__stream_writes(lender, SIM_BY_LENDER, range->lo, range->hi);
-    sim__run_touching(range->lo, range->hi); /* kernels and memsets: their data only */
+    sim__run_touching(range->lo, range->hi); /* of kernels, memsets and ordered copies the data */
     forget(range);
     return OOCU_SUCCESS;
 }
@@ -262,7 +263,7 @@ void sim__memory_reset(void) { n_labels = 0; }
 OOCUresult simAdopt(OOCUdeviceptr ptr, size_t bytes, unsigned int flags, OOCUstream handle) {
     SIM_ENTER(CALL_simAdopt);
     struct sim_stream *lender = sim__stream(handle);
-    if (flags & ~(unsigned)OOSIM_ADOPT_KEEP)
+    if (flags & ~(unsigned)(OOSIM_ADOPT_KEEP | OOSIM_ADOPT_IN_STREAM))
         SIM_RETURN(OOCU_ERROR_INVALID_VALUE);
     if (!lender)
         SIM_RETURN(OOCU_ERROR_INVALID_HANDLE);

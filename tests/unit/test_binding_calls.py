@@ -515,3 +515,32 @@ def test_a_list_that_a_finalizer_lengthens_is_read_as_it_was(call: str) -> None:
             gc.set_threshold(*threshold)
         assert len(offsets) in (4, 68)  # before it was lengthened, or after that
     life.close_unused()
+
+
+def test_bytes_leave_for_locked_memory_and_come_back() -> None:
+    life = Life()
+    engine, stream = life.engine, life.stream
+    buffer = _core.HostBuffer(5000)
+    assert engine.lock(buffer) is None
+    source, target = ctypes.create_string_buffer(b"\x05" * 5000), ctypes.create_string_buffer(5000)
+    out = engine.trip_out(buffer.address, ctypes.addressof(source), 5000, stream)
+    assert engine.trip_arrived(out) is False
+    engine.trip_join(out, stream)
+    ctypes.memset(source, 6, 5000)  # the next owner's
+    back = engine.trip_back(out, ctypes.addressof(target), stream)
+    assert back != out
+    engine.trip_join(back, stream)
+    assert target.raw == b"\x05" * 5000
+    engine.trip_await(out)
+    assert engine.trip_arrived(out) is True and bytes(buffer) == b"\x05" * 5000
+    engine.trip_end(back)
+    engine.trip_end(out)
+    for call in (engine.trip_arrived, engine.trip_await, engine.trip_end):
+        with pytest.raises(OffloadError, match="is of no trip: it has ended"):
+            call(out)
+    stats = engine.stats()
+    assert (stats["left_bytes"], stats["returned_bytes"]) == (5000, 5000)
+    assert (stats["left_copies"], stats["returned_copies"]) == (1, 1)
+    assert stats["d2h_bytes"] == 0 and simulator.reports() == []
+    engine.unlock(buffer)
+    life.close_unused()

@@ -1,0 +1,322 @@
+/* trip.c - bytes of torch's own that leave the device for a while, and come back.
+ *
+ * A trip is one copy, out to page-locked host memory or back from there. Nobody on the host waits
+ * for it: streams do, by the event that marks its arrival. Its device memory belongs to torch's
+ * allocator, which hands freed bytes on in the order of the stream that they were allocated on. So
+ * they are the caller's again once that stream waits for the copy (oo_trip_join), whether or not
+ * the copy has run by then. */
+#include "trip.h"
+#include "call.h"
+#include "gradient.h"
+#include "journal.h"
+#include "masters.h"
+#include "simulated.h"
+#include "timing.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { OO_FIRST_TRIPS = 64 };
+
+/* ---- records ---- */
+
+static struct oo_trip *oo__trip_of(struct oo_engine *engine, uint64_t ticket) {
+    struct oo_trips *trips = &engine->trips;
+    const uint32_t id = (uint32_t)ticket;
+    if (id >= trips->count || !trips->all[id].arrived ||
+        trips->all[id].generation != (uint32_t)(ticket >> 32)) {
+        (void)oo__fail(OO_E_TICKET, "ticket %016llx is of no trip: it has ended",
+                       (unsigned long long)ticket);
+        return NULL;
+    }
+    return &trips->all[id];
+}
+
+/* A record that is free, at no address that lasts; its number is `id`. */
+static enum oo_status oo__trip_take(struct oo_engine *engine, uint32_t *id) {
+    struct oo_trips *trips = &engine->trips;
+    if (trips->first_free == trips->count) {
+        if (trips->count == trips->capacity) {
+            const uint32_t capacity = trips->capacity ? 2 * trips->capacity : OO_FIRST_TRIPS;
+            struct oo_trip *all = realloc(trips->all, capacity * sizeof *all);
+            if (!all)
+                return oo__fail(OO_E_MEMORY, "no memory for the record of a trip");
+            engine->stats.allocations++;
+            trips->all = all;
+            trips->capacity = capacity;
+        }
+        trips->all[trips->count] = (struct oo_trip){.next_free = trips->count + 1};
+        trips->count++;
+    }
+    *id = trips->first_free;
+    return OO_OK;
+}
+
+int oo__trip_covers(const struct oo_engine *engine, uintptr_t address, size_t bytes) {
+    for (uint32_t i = 0; i < engine->trips.count; i++) {
+        const struct oo_trip *trip = &engine->trips.all[i];
+        if (trip->adopted && trip->device <= address &&
+            address + bytes <= trip->device + trip->bytes)
+            return 1;
+    }
+    return 0;
+}
+
+/* The simulated device has the bytes no more, unless another trip of them goes on. */
+static enum oo_status oo__trip_disown(struct oo_engine *engine, struct oo_trip *trip) {
+    if (!trip->adopted)
+        return OO_OK;
+    for (uint32_t i = 0; i < engine->trips.count; i++) {
+        struct oo_trip *other = &engine->trips.all[i];
+        if (other != trip && other->arrived && !other->joined && other->device == trip->device &&
+            other->bytes == trip->bytes) {
+            other->adopted = 1;
+            trip->adopted = 0;
+            return OO_OK;
+        }
+    }
+    const enum oo_status status = oo__check(engine, "simDrop", oo__disown(engine, trip->device));
+    if (status == OO_OK)
+        trip->adopted = 0;
+    return status;
+}
+
+void oo__trips_close(struct oo_engine *engine) {
+    struct oo_trips *trips = &engine->trips;
+    for (uint32_t i = 0; i < trips->count; i++) {
+        if (trips->all[i].adopted)
+            (void)oo__disown(engine, trips->all[i].device);
+        oo__event_give(engine, trips->all[i].arrived);
+    }
+    free(trips->all);
+    *trips = (struct oo_trips){0};
+}
+
+/* ---- a copy ---- */
+
+/* What both ways share: `out` tells which one it is. */
+static enum oo_status oo__trip_begin(struct oo_engine *engine, struct oo_trip *trip,
+                                     const struct oo_event *departed) {
+    const int out = !departed;
+    const enum oo_trace_kind kind = out ? OO_TRACE_D2H : OO_TRACE_H2D;
+    const OOCUstream copies = out ? engine->d2h : engine->h2d;
+    struct oo_event *before = NULL, *begin = NULL;
+    enum oo_status status;
+    OO_TRY(oo__refuse_capture(engine, trip->stream));
+    OO_TRY(oo__finish_download(engine));
+    OO_TRY(oo__event_take(engine, OO_ORDERS, &before));
+    OO_TRY(oo__event_take(engine, OO_ORDERS, &trip->arrived));
+    if (!oo__trip_covers(engine, trip->device, trip->bytes)) {
+        OO_TRY(oo__adopt(engine, trip->device, trip->bytes,
+                         OOSIM_ADOPT_KEEP | OOSIM_ADOPT_IN_STREAM, trip->stream));
+        trip->adopted = 1;
+        oo__label(engine, (const void *)trip->device, trip->bytes,
+                  out ? "bytes that leave" : "bytes that come back", OO_NO_UNIT);
+    }
+    OO_TRY(OO_DRIVE(engine, cuEventRecord, before->handle, trip->stream));
+    if (out)
+        /* H6: the copy starts after the work that computes the bytes. */
+        OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->d2h, before->handle, 0));
+    else
+        /* H3: the copy must not overtake work that an earlier owner of these bytes still has queued
+         * on the stream that allocated them. */
+        OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, before->handle, 0));
+    if (!out)
+        /* H15: the bytes may still be on their way to the host. */
+        OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, departed->handle, 0));
+    if (out || engine->spans.tracing) /* of what comes in, the plan measures units */
+        OO_TRY(oo__span_begin(engine, kind, copies, &begin));
+    trip->queued = 1;
+    if (out)
+        OO_TRY(OO_DRIVE(engine, cuMemcpyDtoHAsync, trip->host, trip->device, trip->bytes,
+                        engine->d2h));
+    else
+        OO_TRY(OO_DRIVE(engine, cuMemcpyHtoDAsync, trip->device, trip->host, trip->bytes,
+                        engine->h2d));
+    OO_TRY(OO_DRIVE(engine, cuEventRecord, trip->arrived->handle, copies));
+    status = oo__span_end(engine, kind, OO_NO_UNIT, trip->bytes, copies, &begin);
+done:
+    oo__event_give(engine, begin);
+    oo__event_give(engine, before);
+    return status;
+}
+
+/* Nothing of a trip that could not begin stays queued: its memory is the caller's. */
+static void oo__trip_undo(struct oo_engine *engine, struct oo_trip *trip, int out) {
+    int in_flight = 0;
+    if (trip->queued && engine->usable) {
+        engine->stats.host_waits++;
+        engine->stats.recoveries++;
+        /* H4: the device memory goes back to torch, so that no copy of it may stay queued. Keeps
+         * the message of what failed first. */
+        in_flight =
+            oo__note(engine, "cuStreamSynchronize",
+                     engine->driver.cuStreamSynchronize(out ? engine->d2h : engine->h2d)) != OO_OK;
+    }
+    if (trip->adopted && (in_flight || oo__disown(engine, trip->device) != OOCU_SUCCESS))
+        engine->unfinished = trip->device;
+    oo__event_give(engine, trip->arrived);
+}
+
+static enum oo_status oo__trip(struct oo_engine *engine, struct oo_trip *trip,
+                               const struct oo_event *departed, uint64_t *ticket) {
+    uint32_t id = 0; /* the compiler does not see that oo__trip_take sets it */
+    enum oo_status status = oo__trip_take(engine, &id);
+    if (status != OO_OK)
+        return status;
+    status = oo__trip_begin(engine, trip, departed);
+    if (status != OO_OK) {
+        oo__trip_undo(engine, trip, !departed);
+        return status;
+    }
+    struct oo_trips *trips = &engine->trips;
+    trip->generation = trips->all[id].generation + 1;
+    trips->first_free = trips->all[id].next_free;
+    trips->all[id] = *trip;
+    *ticket = (uint64_t)trip->generation << 32 | id;
+    return OO_OK;
+}
+
+static enum oo_status oo__trip_check(const struct oo_engine *engine, const void *host,
+                                     uintptr_t device, size_t bytes) {
+    if (!bytes || bytes > UINTPTR_MAX - (uintptr_t)host || bytes > UINTPTR_MAX - device)
+        return oo__fail(OO_E_ARGUMENT, "there are no %zu bytes at %p, or at %#zx", bytes, host,
+                        (size_t)device);
+    if (!oo__is_locked(oo__known_memory(engine, host, bytes), host, bytes))
+        return oo__fail(OO_E_STATE,
+                        "the %zu bytes at %p are not page-locked: a copy would wait for the host",
+                        bytes, host);
+    return OO_OK;
+}
+
+enum oo_status oo_trip_out(struct oo_engine *engine, void *target, uintptr_t source, size_t bytes,
+                           uintptr_t stream, uint64_t *ticket) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    struct oo_trip trip = {
+        .host = target, .device = source, .bytes = bytes, .stream = (OOCUstream)stream};
+    OO_TRY(oo__trip_check(engine, target, source, bytes));
+    OO_TRY(oo__trip(engine, &trip, NULL, ticket));
+    engine->stats.left_bytes += bytes;
+    engine->stats.left_copies++;
+    oo__journal(engine, OO_DEED_COPY_OUT, OO_NO_UNIT, bytes, source);
+    oo__flush_home(engine);
+done:
+    oo__leave(engine);
+    return status;
+}
+
+enum oo_status oo_trip_back(struct oo_engine *engine, uint64_t out, uintptr_t target,
+                            uintptr_t stream, uint64_t *ticket) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    const struct oo_trip *left = oo__trip_of(engine, out);
+    if (!left || left->is_back) {
+        status = left ? oo__fail(OO_E_ARGUMENT, "that trip is one back itself") : OO_E_TICKET;
+        goto done;
+    }
+    struct oo_trip trip = {.host = left->host,
+                           .device = target,
+                           .bytes = left->bytes,
+                           .stream = (OOCUstream)stream,
+                           .is_back = 1};
+    OO_TRY(oo__trip_check(engine, trip.host, target, trip.bytes));
+    OO_TRY(oo__trip(engine, &trip, left->arrived, ticket));
+    engine->copies.sent++;
+    engine->stats.returned_bytes += trip.bytes;
+    engine->stats.returned_copies++;
+    oo__flush(engine);
+done:
+    oo__leave(engine);
+    return status;
+}
+
+/* ---- afterwards ---- */
+
+static enum oo_status oo__trip_join(struct oo_engine *engine, struct oo_trip *trip,
+                                    OOCUstream stream) {
+    enum oo_status status;
+    if (trip->is_back)
+        /* H1: a kernel that is queued next reads what comes back. */
+        OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, stream, trip->arrived->handle, 0));
+    if (!trip->is_back || stream != trip->stream)
+        /* H4: the allocator hands the bytes on, in the order of its stream, while a copy still
+         * reads them, or writes to them. */
+        OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, trip->stream, trip->arrived->handle, 0));
+    OO_TRY(oo__trip_disown(engine, trip));
+    trip->joined = 1;
+done:
+    return status;
+}
+
+enum oo_status oo_trip_join(struct oo_engine *engine, uint64_t ticket, uintptr_t stream) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    struct oo_trip *trip = oo__trip_of(engine, ticket);
+    status = trip ? oo__trip_join(engine, trip, (OOCUstream)stream) : OO_E_TICKET;
+    oo__leave(engine);
+    return status;
+}
+
+enum oo_status oo_trip_arrived(struct oo_engine *engine, uint64_t ticket, int *arrived) {
+    *arrived = 0;
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    const struct oo_trip *trip = oo__trip_of(engine, ticket);
+    if (!trip) {
+        status = OO_E_TICKET;
+        goto done;
+    }
+    const OOCUresult result = engine->driver.cuEventQuery(trip->arrived->handle);
+    *arrived = result == OOCU_SUCCESS;
+    if (result != OOCU_ERROR_NOT_READY)
+        status = oo__check(engine, "cuEventQuery", result);
+done:
+    oo__leave(engine);
+    return status;
+}
+
+enum oo_status oo_trip_await(struct oo_engine *engine, uint64_t ticket) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    const struct oo_trip *trip = oo__trip_of(engine, ticket);
+    if (!trip) {
+        status = OO_E_TICKET;
+        goto done;
+    }
+    /* H8: the caller reads the bytes; or after a trip back, rewrites those that it has read. */
+    OO_TRY(oo__event_await(engine, trip->arrived));
+    OO_TRY(oo__host_access(engine, trip->host, trip->bytes, trip->is_back));
+done:
+    oo__leave(engine);
+    return status;
+}
+
+enum oo_status oo_trip_end(struct oo_engine *engine, uint64_t ticket) {
+    enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
+    if (status != OO_OK)
+        return status;
+    struct oo_trip *trip = oo__trip_of(engine, ticket);
+    if (!trip) {
+        status = OO_E_TICKET;
+        goto done;
+    }
+    if (engine->usable && !trip->joined)
+        OO_TRY(oo__trip_join(engine, trip, trip->stream));
+    if (engine->usable && trip->is_back)
+        /* H16: the next bytes that leave may go to the same host memory. */
+        OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->d2h, trip->arrived->handle, 0));
+    if (trip->adopted) /* a lost context has taken what was queued */
+        (void)oo__disown(engine, trip->device);
+    oo__event_give(engine, trip->arrived);
+    *trip = (struct oo_trip){.generation = trip->generation, .next_free = engine->trips.first_free};
+    engine->trips.first_free = (uint32_t)ticket;
+done:
+    oo__leave(engine);
+    return status;
+}

@@ -1,0 +1,12 @@
+/* trip.h - bytes that leave the device for a while, and nobody waits. */
+#ifndef OO_TRIP_H
+#define OO_TRIP_H
+
+#include "state.h"
+
+/* Whether these device bytes are lent to the simulated device by a trip already. */
+int oo__trip_covers(const struct oo_engine *engine, uintptr_t address, size_t bytes);
+/* The records go; every copy has ended, or is lost. */
+void oo__trips_close(struct oo_engine *engine);
+
+#endif
