@@ -149,17 +149,24 @@ def __getattr__(name: str) -> object:
 
 
 def load_ipython_extension(ipython: object) -> None:
-    """Make ``%load_ext oracle_offload`` bring the magics; see docs/notebook.md."""
-    from .notebook import load
+    """Make ``%load_ext oracle_offload`` bring the magics, and the explanation of errors of memory.
 
-    load(ipython)
+    See docs/notebook.md.
+    """
+    from . import notebook
+    from .explain import hooks
+
+    notebook.load(ipython)
+    hooks.load_ipython_extension(ipython)
 
 
 def unload_ipython_extension(ipython: object) -> None:
     """Undo `load_ipython_extension`."""
-    from .notebook import unload
+    from . import notebook
+    from .explain import hooks
 
-    unload(ipython)
+    notebook.unload(ipython)
+    hooks.unload_ipython_extension(ipython)
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .explain.history import records_in
+from .host.json_lines import records_in
 from .views.schema import schema
 
 if TYPE_CHECKING:

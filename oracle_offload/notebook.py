@@ -23,7 +23,6 @@ from IPython.display import display
 from torch import nn
 
 from . import heartbeat
-from .explain import hooks
 from .meter import Meter, Numbers
 from .sizes import format_size
 from .views.live import Live
@@ -261,12 +260,11 @@ def _complete_watch(shell: Any, event: Any) -> list[str]:
 
 
 def load(ipython: Any) -> None:
-    """Register the magics, their completion and the explanation of out-of-memory errors."""
+    """Register the magics and their completion."""
     ipython.register_magics(Magic)
     for prefix in ("%", "%%"):
         ipython.set_hook("complete_command", _complete_mem, str_key=f"{prefix}oo_mem")
     ipython.set_hook("complete_command", _complete_watch, str_key="%oo_watch")
-    hooks.load_ipython_extension(ipython)
 
 
 def unload(ipython: Any) -> None:
@@ -276,4 +274,3 @@ def unload(ipython: Any) -> None:
         magic.end()
     for kind, name in (("line", "oo_mem"), ("cell", "oo_mem"), ("line", "oo_watch")):
         ipython.magics_manager.magics[kind].pop(name, None)
-    hooks.unload_ipython_extension(ipython)

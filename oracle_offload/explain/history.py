@@ -11,11 +11,12 @@ pixels: whatever makes one batch larger than another). The last line is the step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from os import PathLike, fspath
 from typing import Any, NamedTuple
 
+from ..host.json_lines import records_in
 from ..sizes import MIB
 from .facts import compiled
 from .reading import read_excerpt
@@ -64,19 +65,6 @@ def is_recording(rows: Sequence[Record]) -> bool:
     from ..views.recording import SCHEMA  # with its views, which an error seldom needs
 
     return bool(rows[0]["schema"] == SCHEMA)
-
-
-def records_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects among `lines`, one a line; other lines are passed over."""
-    import json
-
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            yield record
 
 
 def records_in_log(text: str) -> list[dict[str, Any]]:

@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..host.json_lines import records_in
 from .cause import rank
 from .fixes import plan
-from .history import Sign, is_recording, read_history, records_in, signs
+from .history import Sign, is_recording, read_history, signs
 from .parse import find
 from .reading import decode
 from .recorded import errors_in, history_of, pieces_in

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..host.json_lines import records_in
 from .facts import format_size
-from .history import Record, Sign, is_recording, records_in
+from .history import Record, Sign, is_recording
 
 _USES = {"forward": "forward", "recompute": "backward", "backward": "backward"}
 

@@ -11,7 +11,6 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from ..errors import no_room_error
-from ..explain import is_oom
 from ..sizes import format_size
 
 logger = logging.getLogger("oracle_offload")
@@ -65,6 +64,8 @@ def attempt(call: Callable[[], T], counts: Counts | None = None) -> Outcome[T]:
     counts : Counts, optional
         Where to count it.
     """
+    from ..explain import is_oom  # not where memory has run out: an import takes some
+
     why = None
     try:
         value = call()

@@ -1,6 +1,9 @@
 """The code has floors: no circle among imports, includes or calls, and no arrow upwards."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,33 @@ def test_no_circle_and_no_upward_arrow_among_calls():
     assert "csrc/core/plan.c" in arrows["csrc/core/engine.c"]
     assert floors.circle(arrows) == []
     assert floors.upward(arrows, floors.C_FLOORS) == []
+
+
+def test_all_but_what_explains_imports_without_it(tmp_path):
+    """Explanations and the doctor could be deleted whole."""
+    pytest.importorskip("torch", reason="most modules import it")
+    package = tmp_path / "oracle_offload"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for room in ("explain", "doctor"):
+        (folder,) = (path for path in package.rglob(room) if path.is_dir())
+        shutil.rmtree(folder)
+    left = [name for name in floors.python_arrows(package) if not name.endswith("__main__")]
+    needs = {"rich", "greenlet", "IPython", "accelerate", "lightning", "transformers"}
+    code = f"""
+import importlib
+for name in {left}:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in {needs}:
+            raise
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(left) > 100
 
 
 # ---- what is planted is found ----

@@ -1,0 +1,18 @@
+"""JSON objects, one a line, as logs and metrics files hold them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+
+def records_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects among `lines`, one a line; other lines are passed over."""
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            yield record
