@@ -38,6 +38,8 @@ from oracle_offload.views.terminal import show
 ROOT = Path(__file__).parent.parent.parent
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 DOCTOR = [sys.executable, "-m", "oracle_offload", "doctor"]
+# -S: no site-packages, so neither torch nor nvidia-ml-py nor psutil can be imported.
+ALONE = [sys.executable, "-S", "-m", "oracle_offload", "doctor"]
 
 
 def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
@@ -78,7 +80,7 @@ def on_a_terminal(environ: dict[str, str]) -> str:
     """Run the doctor on a pseudo terminal and return what it drew."""
     leader, follower = pty.openpty()
     child = subprocess.Popen(
-        DOCTOR, stdout=follower, stderr=subprocess.DEVNULL, env=environ, cwd=ROOT
+        ALONE, stdout=follower, stderr=subprocess.DEVNULL, env=environ, cwd=ROOT
     )
     os.close(follower)
     drawn = b""
@@ -101,7 +103,7 @@ def test_colour_on_a_terminal_only_and_never_with_no_color() -> None:
     assert "\033[" in on_a_terminal(plain)
     assert "\033[" not in on_a_terminal({**plain, "NO_COLOR": "1"})
     assert "\033[" not in on_a_terminal({**plain, "TERM": "dumb"})
-    done = run(DOCTOR, env=plain)
+    done = run(ALONE, env=plain)
     assert "\033[" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
 
@@ -109,7 +111,7 @@ def test_colour_on_a_terminal_only_and_never_with_no_color() -> None:
 def test_an_encoding_without_the_characters_of_a_path_is_no_obstacle(tmp_path: Path) -> None:
     odd = tmp_path / "ünï"
     odd.mkdir()
-    done = run([*DOCTOR, "--aitoolkit", str(odd)], env={**ENVIRON, "PYTHONIOENCODING": "ascii"})
+    done = run([*ALONE, "--aitoolkit", str(odd)], env={**ENVIRON, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 3, done.stderr
     assert "AI-Toolkit" in done.stdout
 
@@ -125,8 +127,7 @@ def test_importing_stays_light(part: str) -> None:
 
 
 def test_without_torch_and_without_any_package(tmp_path: Path) -> None:
-    # -S: no site-packages, so neither torch nor nvidia-ml-py nor psutil can be imported.
-    done = run([sys.executable, "-S", "-m", "oracle_offload", "doctor", "--json"])
+    done = run([*ALONE, "--json"])
     found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert found["torch"]["value"] == "not found"
     assert found["torch"]["why"] == "torch is not installed for this Python"
