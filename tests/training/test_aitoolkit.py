@@ -285,9 +285,14 @@ def test_to_moves_all_but_what_streams():
     """Behaviour 5: managed weights and self-streaming banks stay, whatever else is there moves."""
     model = Mixed()
     model.experts.offload_device = torch.device("cpu")
+    MemoryManager.attach(model.experts, "cpu")  # in which there is nothing to manage
     attach(model)
-    assert type(model.experts).__name__ == "Streams" and isinstance(model.experts, Streams)
-    assert model.to("meta") is model
+    kept = type(model.experts)
+    assert kept is not Streams and isinstance(model.experts, Streams)
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(kept, name) == getattr(Streams, name), name
+    bank = model.experts.bank
+    assert model.to("meta") is model and model.experts.bank is bank
     left = {name for name, t in model.state_dict().items() if not t.is_meta}
     managed = {f"{name}.{key}" for name in ("linear", "conv1d") for key in ("weight", "bias")}
     assert left == {*managed, "experts.bank", "experts.scale"}
@@ -319,6 +324,7 @@ def test_a_model_with_self_streaming_banks_can_be_copied_and_saved():
     torch.save(model, file)
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert type(other.experts) is Streams, "a copy moves"
         assert_same(other(x), expected)
         with torch.no_grad():
             other.linear.weight.zero_()

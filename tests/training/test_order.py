@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import oracle_offload
 from oracle_offload import _core, order, simulator
 from oracle_offload.aitoolkit import MemoryManager
-from oracle_offload.aitoolkit.run_folder import find_run_folder
+from oracle_offload.aitoolkit.run_folder import find_run_folder, find_trainer
 from oracle_offload.witness import Witness
 
 F, R, B = _core.FORWARD, _core.RECOMPUTE, _core.BACKWARD
@@ -660,34 +660,60 @@ def test_sampling_is_at_its_own_optimum_from_the_second_sweep(share):
 
 
 class Process:
-    """Its trainer knows where the run is saved; the loaders that it calls do not."""
+    """AI-Toolkit's process that trains, as far as it is looked at."""
 
-    def __init__(self, folder):
-        self.save_root = folder
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
 
-    def run(self, attach):
-        return Loader().load(attach)
+    def loads(self, ask):
+        return Loader().ask(ask)
 
 
 class Loader:
-    def load(self, attach):
-        return attach()
+    """It is not told where the run is saved."""
+
+    def ask(self, ask):
+        return ask()
 
 
-def test_the_folder_of_the_run_is_found_among_the_callers(tmp_path):
-    assert find_run_folder() is None
-    assert Process(str(tmp_path)).run(find_run_folder) == str(tmp_path)
-    for nowhere in (str(tmp_path / "missing"), None, 3):
-        assert Process(nowhere).run(find_run_folder) is None
-    inner = Process(str(tmp_path))
-    assert Process(None).run(lambda: inner.run(find_run_folder)) == str(tmp_path)
+def test_the_folder_and_the_trainer_are_those_of_the_innermost_caller(tmp_path):
+    inner, outer = tmp_path / "inner", tmp_path / "outer"
+    for folder in (inner, outer):
+        folder.mkdir()
+    one = Process(save_root=str(inner), config={"model": {}})
+    other = Process(save_root=str(outer), config={"model": {}})
+    assert other.loads(lambda: one.loads(find_run_folder)) == str(inner)
+    assert other.loads(lambda: one.loads(find_trainer)) is one
+    assert other.loads(find_run_folder) == str(outer)
+    assert (find_run_folder(), find_trainer()) == (None, None)
+
+
+def test_a_caller_that_is_none_is_passed_over(tmp_path):
+    outer = Process(save_root=str(tmp_path), config={})
+    for attributes, found in (
+        ({}, None),
+        ({"save_root": str(tmp_path / "gone")}, None),
+        ({"save_root": tmp_path, "config": {}}, None),  # no text
+        ({"save_root": str(tmp_path)}, str(tmp_path)),  # no configuration
+    ):
+        inner = Process(**attributes)
+        assert outer.loads(lambda inner=inner: inner.loads(find_run_folder)) == str(tmp_path)
+        assert outer.loads(lambda inner=inner: inner.loads(find_trainer)) is outer
+        assert inner.loads(find_run_folder) == found and inner.loads(find_trainer) is None
+
+    def ask(self):  # which has no attributes
+        return find_run_folder(), find_trainer()
+
+    assert ask(1) == (None, None)
+    assert outer.loads(lambda: ask(1)) == (str(tmp_path), outer)
 
 
 def test_aitoolkits_attach_keeps_the_order_there(tmp_path):
     late = []
     for _ in range(2):
         model = tower()
-        Process(str(tmp_path)).run(lambda model=model: MemoryManager.attach(model, "cpu"))
+        process = Process(save_root=str(tmp_path))
+        process.loads(lambda model=model: MemoryManager.attach(model, "cpu"))
         optimizer = torch.optim.SGD([model.scale], lr=1e-3)
         train(model, optimizer)
         late.append(model._memory_manager.state.engine.stats()["late"])
