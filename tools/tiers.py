@@ -20,7 +20,7 @@ import fnmatch
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,27 @@ def covering(cases: Sequence[Mapping[str, int]]) -> list[int]:
 def spread(count: int, chosen: int = FEW) -> set[int]:
     """Return `chosen` numbers below `count`: the first, the last, and as far apart as can be."""
     return {(count - 1) * nth // (chosen - 1) for nth in range(chosen)} if count else set()
+
+
+def in_turn(names: str, rows: Iterable[Any], values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize by rows that take turns at some values, for a product that tells little more.
+
+    Parameters
+    ----------
+    names : str
+        Of the arguments, with commas between; the last one is what takes the values.
+    rows : iterable
+        What the other arguments are; a tuple where they are several.
+    values : sequence
+        What each row takes one of. With the others it runs in `make proof`.
+    """
+    cases = []
+    for nth, row in enumerate(rows):
+        given = row if isinstance(row, tuple) else (row,)
+        for at, value in enumerate(values):
+            marks = pytest.mark.slow if at != nth % len(values) else ()
+            cases.append(pytest.param(*given, value, marks=marks))
+    return pytest.mark.parametrize(names, cases)
 
 
 def values_of(items: Sequence[Any]) -> list[dict[str, int]]:

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch._dynamo
 
 BACKENDS = ("eager", "aot_eager")
-
-
-def in_turn(names, rows, backends=BACKENDS):
-    """Parametrize by rows that take turns at the backends, which come last as `name`.
-
-    With the other backend each runs in `make proof`.
-    """
-    cases = []
-    for nth, row in enumerate(rows):
-        for at, name in enumerate(backends):
-            marks = pytest.mark.slow if at != nth % len(backends) else ()
-            given = row if isinstance(row, tuple) else (row,)
-            cases.append(pytest.param(*given, name, marks=marks))
-    return pytest.mark.parametrize(f"{names},name", cases)
 
 
 class Backend:

@@ -8,7 +8,7 @@ import gc
 import pytest
 import torch
 import torch._inductor.utils
-from capturing import Backend, in_turn
+from capturing import BACKENDS, Backend
 from equality import (
     RUNS,
     Recorder,
@@ -19,6 +19,7 @@ from equality import (
     resident_pair,
 )
 from peak import peak_of
+from tiers import in_turn
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -172,7 +173,7 @@ PURE = {
 }
 
 
-@in_turn("which", PURE, ["aot_eager", "inductor"])
+@in_turn("which,name", PURE, ("aot_eager", "inductor"))
 def test_an_operator_declared_pure_is_caught(which, name, monkeypatch):
     """What the test above sees: a compiler drops a pure operator whose result nobody uses."""
     model = Model(unused=True).requires_grad_(False)
@@ -320,7 +321,7 @@ class Mixed(nn.Module):
         return self.head(x.flatten(1)[:, :8])
 
 
-@in_turn("frozen", [True, False])
+@in_turn("frozen,name", [True, False], BACKENDS)
 def test_the_other_kinds(name, frozen):
     managed, resident = resident_pair(Mixed())
     for model in (managed, resident):
@@ -383,7 +384,7 @@ class Sparse(nn.Module):
         return self.look_up(rows)
 
 
-@in_turn("checkpointing", [False, True])
+@in_turn("checkpointing,name", [False, True], BACKENDS)
 def test_sparse_gradients_break_no_graph(checkpointing, name):
     """The resident model as it is without a compiler: compiled it fails, for the padding."""
     managed, resident = resident_pair(Sparse(checkpointing))
@@ -554,7 +555,7 @@ def test_a_leaf_that_autocast_casts(first):
         assert_models_agree(one, other, cast_step)
 
 
-@in_turn("write", ["in place", "through .data"])
+@in_turn("write,name", ["in place", "through .data"], BACKENDS)
 def test_a_weight_that_changes_before_backward_is_refused(write, name):
     model = Model(unused=False)
     with attached(model):
@@ -604,7 +605,9 @@ def writes_a_weight(model, x, weight):
     return before + model(x)
 
 
-@in_turn("change", [called_with_another_bias, writes_a_weight, called_with_another_weight])
+@in_turn(
+    "change,name", [called_with_another_bias, writes_a_weight, called_with_another_weight], BACKENDS
+)
 def test_a_compiled_region_computes_with_the_weight_that_it_has(change, name):
     managed, resident = pair()
     x, weight = torch.randn(2, 8), torch.randn(8, 8)
@@ -619,7 +622,7 @@ def test_a_compiled_region_computes_with_the_weight_that_it_has(change, name):
         assert_same(found, called_with_another_weight(resident, x, resident[0].weight.t()))
 
 
-@in_turn("change", [called_with_another_weight, writes_a_weight])
+@in_turn("change,name", [called_with_another_weight, writes_a_weight], BACKENDS)
 def test_with_gradients_such_a_weight_is_refused(change, name):
     managed, _ = pair()
     weight = torch.randn(8, 8)
@@ -634,7 +637,7 @@ def test_with_gradients_such_a_weight_is_refused(change, name):
         gradient(managed, torch.compile(change, backend=name, fullgraph=True))
 
 
-@in_turn("transform", ["grad", "vmap", "jvp"])
+@in_turn("transform,name", ["grad", "vmap", "jvp"], BACKENDS)
 def test_transforms_of_functions_are_refused_as_without_a_compiler(transform, name):
     managed, _ = pair()
     transforms = {

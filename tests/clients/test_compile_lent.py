@@ -14,7 +14,7 @@ import sys
 import numpy
 import pytest
 import torch
-from capturing import Backend, in_turn
+from capturing import BACKENDS, Backend
 from equality import (
     RUNS,
     Recorder,
@@ -24,6 +24,7 @@ from equality import (
     resident_pair,
 )
 from families import FAMILIES
+from tiers import in_turn
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -112,7 +113,7 @@ def leaves(manager):
 
 
 @in_turn(
-    "how,order,checkpointing,train",
+    "how,order,checkpointing,train,name",
     [
         ("torch.compile", "attach first", "", True),
         ("torch.compile", "attach first", "inside", True),
@@ -121,6 +122,7 @@ def leaves(manager):
         ("block.compile", "attach first", "outside", True),
         ("block.compile", "compile first", "", True),
     ],
+    BACKENDS,
 )
 def test_each_call_of_a_lent_module_is_one_operator(how, order, checkpointing, train, name):
     managed, resident = resident_pair(Model(checkpointing, train))
@@ -254,8 +256,9 @@ def experts_alone(monkeypatch):
 
 @pytest.mark.usefixtures("experts_alone")
 @in_turn(
-    "implementation,train",
+    "implementation,train,name",
     [("grouped_mm", False), ("grouped_mm", True), ("batched_mm", True), ("batched_mm", False)],
+    BACKENDS,
 )
 def test_experts_are_in_one_graph(implementation, train, name):
     managed, resident = resident_pair(experts(implementation, train))
@@ -786,7 +789,9 @@ FORMS = {
 
 
 @in_turn(
-    "grad,form", [(False, form) for form in FORMS] + [(True, form) for form in reversed(FORMS)]
+    "grad,form,name",
+    [(False, form) for form in FORMS] + [(True, form) for form in reversed(FORMS)],
+    BACKENDS,
 )
 def test_a_result_that_is_not_as_compiled_code_was_told_is_refused(form, grad, name):
     with attached(model := nn.Sequential(Form())) as manager, torch.set_grad_enabled(grad):
@@ -935,7 +940,7 @@ def test_inductor_may_write_over_what_an_operator_was_given(monkeypatch, tmp_pat
         torch.testing.assert_close(one.grad, other.grad)
 
 
-@in_turn("train", [False, True])
+@in_turn("train,name", [False, True], BACKENDS)
 def test_autocast(train, name):
     managed, resident = resident_pair(Model(train=train))
 

@@ -8,8 +8,9 @@ import itertools
 import pytest
 import quantised
 import torch
-from capturing import Backend, in_turn
+from capturing import BACKENDS, Backend
 from equality import RUNS, Recorder, assert_models_agree, assert_same, attached
+from tiers import in_turn
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -44,7 +45,7 @@ def uses(kind, backend, call):
     return [names[member] for member in recorder.acquired], brought
 
 
-@in_turn("kind", quantised.FORMATS)
+@in_turn("kind,name", quantised.FORMATS, BACKENDS)
 def test_each_quantised_layer_is_one_operator(kind, name):
     mode = {"eager": "plain", "aot_eager": "not-reentrant"}[name]
     x = torch.randn(3, 64, dtype=torch.bfloat16)
@@ -82,7 +83,7 @@ def test_quantised_layers_keep_order_and_bytes(kind):
     assert found_brought == brought
 
 
-@in_turn("kind", ["torchao-float8", "quanto-qint8", "bitsandbytes-nf4-nested"])
+@in_turn("kind,name", ["torchao-float8", "quanto-qint8", "bitsandbytes-nf4-nested"], BACKENDS)
 def test_autocast_is_that_of_the_call(kind, name):
     x = torch.randn(3, 64)
     managed, resident = (quantised.model_of(kind, torch.float32) for _ in range(2))
@@ -149,7 +150,7 @@ def test_no_input_is_kept_that_eager_does_not_keep(kind):
         assert 0 < held_bytes(called) <= 1.05 * held_bytes(model)
 
 
-@in_turn("kind", ["torchao-int8", "bitsandbytes-nf4-nested"])
+@in_turn("kind,name", ["torchao-int8", "bitsandbytes-nf4-nested"], BACKENDS)
 def test_a_write_between_forward_and_backward_is_refused(kind, name):
     model = nn.Sequential(*quantised.model_of(kind, torch.float32))
     with attached(model) as manager:
@@ -197,7 +198,7 @@ def test_a_result_of_another_dtype_than_told_is_refused(name, monkeypatch):
         assert_same(model(x), expected)
 
 
-@in_turn("kind", ["torchao-int8", "gguf-q8_0"])
+@in_turn("kind,name", ["torchao-int8", "gguf-q8_0"], BACKENDS)
 def test_a_quantised_weight_that_a_call_is_given_is_used(kind, name):
     managed, resident = (quantised.model_of(kind, torch.float32) for _ in range(2))
     managed, resident = managed[0].up.base, resident[0].up.base

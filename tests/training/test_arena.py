@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from equality import assert_models_agree, assert_same, attached, resident_pair
+from tiers import in_turn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -179,8 +180,7 @@ def steady_bytes(model, manager):
     return (manager.state.engine.stats()["h2d_bytes"] - before) / 4
 
 
-@pytest.mark.parametrize("percent", [1.0, 0.8, 0.5, 0.2])
-@pytest.mark.parametrize("leaves", [3, 4, 9])
+@in_turn("percent,leaves", [1.0, 0.8, 0.5, 0.2], [3, 4, 9])
 def test_growing_takes_the_difference_alone(percent, leaves, monkeypatch):
     """And the two segments stream nearly as well as one of their size."""
     torch.manual_seed(0)

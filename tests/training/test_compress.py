@@ -21,6 +21,7 @@ from equality import assert_models_agree, assert_same, attached, resident_pair, 
 from safetensors.torch import load_file, save_file
 from test_matrix import Block, make_step
 from test_models import BUILDS
+from tiers import in_turn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -197,8 +198,7 @@ def codes_everything(monkeypatch):
     monkeypatch.setattr(coder, "LEAST_SAVED", -100.0)
 
 
-@pytest.mark.parametrize("reentrant", [None, True, False], ids=["nockpt", "reentrant", "not"])
-@pytest.mark.parametrize("name", BUILDS)
+@in_turn("name,reentrant", BUILDS, [None, True, False])
 def test_real_models_have_the_residents_bits(device, name, reentrant, codes_everything):
     """What is trained are norms; they are small, and stay on the device."""
     make, step = BUILDS[name]

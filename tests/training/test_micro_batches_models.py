@@ -56,15 +56,18 @@ BUILDS = {
 
 
 @pytest.mark.parametrize(
-    ("full", "autocast"),
+    ("name", "full", "autocast"),
     [
-        pytest.param(False, False, id="lora"),
-        pytest.param(True, True, id="full-autocast"),
-        pytest.param(False, True, id="lora-autocast", marks=pytest.mark.slow),
-        pytest.param(True, False, id="full", marks=pytest.mark.slow),
+        *((name, False, False) for name in BUILDS),
+        *((name, True, True) for name in ("llama", "unet")),
+        *(
+            pytest.param(name, True, True, marks=pytest.mark.slow)
+            for name in ("flux", "qwen-image")
+        ),
+        *(pytest.param(name, False, True, marks=pytest.mark.slow) for name in BUILDS),
+        *(pytest.param(name, True, False, marks=pytest.mark.slow) for name in BUILDS),
     ],
 )
-@pytest.mark.parametrize("name", BUILDS)
 def test_a_real_model_has_the_bits_of_one_micro_batch_after_another(name, full, autocast):
     build, step, targets, most = BUILDS[name]
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 from equality import assert_models_agree, attached, resident_pair
+from tiers import in_turn
 
 import oracle_offload
 from oracle_offload.layers.kinds import layer_type
@@ -23,8 +24,7 @@ BUILDS = {
 }
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["nockpt", "ckpt"])
-@pytest.mark.parametrize("name", BUILDS)
+@in_turn("name,checkpointing", BUILDS, [False, True])
 def test_full_training(device, name, checkpointing):
     build, step = BUILDS[name]
     torch.manual_seed(0)

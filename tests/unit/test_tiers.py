@@ -45,6 +45,24 @@ def test_parameters_of_one_decorator_vary_together() -> None:
     assert tiers.parameters([{**case, "one": 1} for case in product(3, 2)]) == 2
 
 
+def test_rows_take_turns_at_the_values() -> None:
+    parametrized = tiers.in_turn("a,b,c", [(1, 2), (3, 4), (5, 6)], "xyz"[:2])
+    names, cases = parametrized.args
+    assert names == "a,b,c"
+    assert [case.values for case in cases if not case.marks] == [
+        (1, 2, "x"),
+        (3, 4, "y"),
+        (5, 6, "x"),
+    ]
+    assert [case.values for case in cases if case.marks] == [(1, 2, "y"), (3, 4, "x"), (5, 6, "y")]
+    assert {mark.name for case in cases for mark in case.marks} == {"slow"}
+    _, cases = tiers.in_turn("a,b", ["one"], [None, True]).args
+    assert [(case.values, bool(case.marks)) for case in cases] == [
+        (("one", None), False),
+        (("one", True), True),
+    ]
+
+
 class Item(SimpleNamespace):
     """What is asked of an item of pytest."""
 
