@@ -184,10 +184,15 @@ def test_a_step_on_the_simulated_device_is_timed_by_its_own_clock():
         assert torch.equal(result, model(x))
 
 
-def test_the_simulated_device_trains_one_resident_model_as_fast_as_it_can(monkeypatch, tmp_path):
-    """On a card there are two, by deterministic kernels, to tell what the card does of itself."""
-    built, deterministic = [], set()
-    build, step = demo.build_model, demo.Runner.step
+def test_the_simulated_device_trains_one_resident_model_and_times_what_is_shown(
+    monkeypatch, tmp_path
+):
+    """On a card there are two, by deterministic kernels, to tell what the card does of itself.
+
+    A resident step takes the same simulated time whenever it is measured, and a while.
+    """
+    built, deterministic, timed = [], set(), {}
+    build, step, honest = demo.build_model, demo.Runner.step, demo._timer
 
     def count(*arguments):
         built.append(build(*arguments))
@@ -196,19 +201,6 @@ def test_the_simulated_device_trains_one_resident_model_as_fast_as_it_can(monkey
     def look(self, number):
         deterministic.add(torch.are_deterministic_algorithms_enabled())
         return step(self, number)
-
-    monkeypatch.setattr(demo, "build_model", count)
-    monkeypatch.setattr(demo.Runner, "step", look)
-    demo.run_demo(steps=4, width=64, device="cpu", svg=str(tmp_path / "a.svg"), progress=False)
-    assert len(built) == 2 and deterministic == {False}
-    assert [manager_of(model) for model in built] == [None, None], "what was attached is detached"
-
-
-def test_of_the_simulated_device_every_managed_step_is_timed_and_the_last_resident_ones(
-    monkeypatch, tmp_path
-):
-    """A resident step takes the same simulated time whenever it is measured, and a while."""
-    timed, honest = {}, demo._timer
 
     def timer(manager):
         time_step = honest(manager)
@@ -220,9 +212,13 @@ def test_of_the_simulated_device_every_managed_step_is_timed_and_the_last_reside
 
         return note
 
+    monkeypatch.setattr(demo, "build_model", count)
+    monkeypatch.setattr(demo.Runner, "step", look)
     monkeypatch.setattr(demo, "_timer", timer)
-    demo.run_demo(steps=5, width=64, device="cpu", svg=str(tmp_path / "a.svg"), progress=False)
-    assert timed == {True: [0, 1, 2, 3, 4], False: [2, 3, 4]}
+    demo.run_demo(steps=4, width=64, device="cpu", svg=str(tmp_path / "a.svg"), progress=False)
+    assert len(built) == 2 and deterministic == {False}
+    assert [manager_of(model) for model in built] == [None, None], "what was attached is detached"
+    assert timed == {True: [0, 1, 2, 3], False: [1, 2, 3]}
 
 
 @pytest.mark.parametrize(
@@ -256,20 +252,6 @@ def test_on_a_card_the_demonstration_computes_by_deterministic_kernels_and_all_t
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_torch_computes_as_before_however_the_demonstration_ends(monkeypatch, tmp_path):
-    during = []
-
-    def fail(self, number):
-        during.append(torch.get_num_threads())
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo.Runner, "step", fail)
-    torch.set_num_threads(2)
-    with pytest.raises(KeyboardInterrupt):
-        demo.run_demo(steps=4, width=64, device="cpu", svg=str(tmp_path / "a.svg"), progress=False)
-    assert during == [1] and torch.get_num_threads() == 2
-
-
 def test_small_matrices_are_computed_by_one_thread_and_larger_ones_by_all():
     torch.set_num_threads(2)
     during = []
@@ -278,6 +260,11 @@ def test_small_matrices_are_computed_by_one_thread_and_larger_ones_by_all():
             during.append(torch.get_num_threads())
             assert not torch.are_deterministic_algorithms_enabled()
     assert during == [1, 1, 2] and torch.get_num_threads() == 2
+    for on_cuda in (False, True):
+        with pytest.raises(KeyboardInterrupt), demo._settings_of_torch(on_cuda, 64):
+            raise KeyboardInterrupt
+        assert torch.get_num_threads() == 2, "however the demonstration ends"
+        assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_the_demonstration_called_from_python_refuses_what_makes_no_sense():
