@@ -597,7 +597,7 @@ def test_no_step_and_no_detach_fails_for_a_file(path, monkeypatch, function, err
         raise error("planted")
 
     monkeypatch.setattr(order, function, fail)
-    run(path, 3)
+    run(path, 3, tower(depth=2))
     (said,) = warnings()
     assert "planted" in said and repr(path) in said
 
