@@ -7,10 +7,13 @@ import contextvars
 import copy
 import functools
 import logging
+import random
+import re
 import sys
 import threading
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from equality import assert_same, attached, gradients
@@ -218,7 +221,7 @@ def test_a_function_ends_no_turn_that_no_layer_has_ended_and_none_after_it():
 def test_a_single_micro_batch_and_none_have_no_turns_to_take():
     """So what depends on their order is no matter."""
     model = made()
-    model.norm = nn.BatchNorm1d(WIDTH)
+    model.norm, model.other = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(2, track_running_stats=False)
     step = functools.partial(loss_of, model)
     with streamed(model):
         assert accumulate(step, []) == []
@@ -227,6 +230,8 @@ def test_a_single_micro_batch_and_none_have_no_turns_to_take():
         model.zero_grad()
         with pytest.raises(OffloadError, match=r"'norm' \(BatchNorm1d\) trains"):
             accumulate(step, batches(2))
+        model.norm.eval()
+        assert len(accumulate(step, batches(2))) == 2
 
 
 def test_it_is_not_begun_inside_a_backward():
@@ -384,13 +389,16 @@ def test_a_backward_in_unlike_contexts_is_refused():
     refused("call backward in different contexts", model, step)
 
 
-def test_random_numbers_in_backward_are_refused_unless_one_comes_after_the_other():
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.rand(()), random.random, numpy.random.rand], ids=["torch", "", "numpy"]
+)
+def test_random_numbers_in_backward_are_refused_unless_one_comes_after_the_other(draw):
     model = made()
 
     class Draws(Copied):
         @staticmethod
         def backward(ctx, gradient):
-            return gradient * torch.rand(())
+            return gradient * draw()
 
     def step(batch):
         return Draws.apply(loss_of(model, batch))
@@ -414,6 +422,107 @@ def test_one_inside_another_is_refused_and_leaves_the_outer_one(interleave):
         assert len(accumulate(step, batches(2), interleave=interleave)) == 2
         assert model.layers[0].weight.grad is not None
     assert told == ([1, 0] if interleave else [0, 1])
+
+
+HANDED = "and did not call backward; return the loss, or call loss.backward() once."
+
+
+@pytest.mark.parametrize("interleave", [True, False], ids=["together", "one by one"])
+def test_a_loss_is_a_tensor_with_a_gradient(interleave):
+    for wrong, what in (
+        (None, "NoneType"),
+        (3, "int"),
+        (torch.ones(()), "a tensor without a grad"),
+    ):
+        match = f"^the step returned {what}.*{re.escape(HANDED)}$"
+        refused(match, made(), lambda batch, wrong=wrong: wrong, interleave=interleave)
+
+
+@pytest.mark.parametrize("given", ["retain_graph", "create_graph", "inputs", "grad_variables"])
+def test_a_backward_over_all_takes_no_such_argument(given):
+    model = made()
+    value = {"inputs": [model.layers[0].weight], "grad_variables": ()}.get(given, True)
+
+    def step(batch):
+        torch.autograd.backward(loss_of(model, batch), **{given: value})
+
+    refused(
+        "^the step called backward with retain_graph, create_graph or inputs, which a backward "
+        "over all micro-batches cannot take; leave them out.$",
+        model,
+        step,
+    )
+
+
+@pytest.mark.parametrize("way", ["written", "replaced", "deleted", "inference", "kept"])
+def test_a_buffer_that_forwards_write_is_named(way):
+    model = made()
+    model.inner = nn.ReLU()
+    with torch.inference_mode(way == "inference"):
+        model.inner.register_buffer("calls", torch.zeros(2))
+    change = {
+        "written": lambda: model.inner.calls.add_(1),
+        "replaced": lambda: setattr(model.inner, "calls", torch.zeros(2)),
+        "deleted": lambda: vars(model.inner)["_buffers"].pop("calls", None),
+    }.get(way, lambda: None)
+
+    def step(batch):
+        change()
+        return loss_of(model, batch)
+
+    if way in ("inference", "kept"):
+        with streamed(model):
+            assert len(accumulate(step, batches(2))) == 2
+        return
+    match = "^the forward writes to buffer 'inner.calls': what one micro-batch leaves there"
+    refused(match, model, step)
+
+
+# ---- what a step hands over, and what it is answered ----
+
+
+@pytest.mark.parametrize("interleave", [True, False], ids=["together", "one by one"])
+@pytest.mark.parametrize("roots", ["one", "one with its gradient", "two, one with its gradient"])
+def test_losses_and_their_gradients_are_those_that_backward_was_called_with(roots, interleave):
+    model = made()
+    resident = copy.deepcopy(model)
+    factor = torch.tensor(3.0)
+
+    def step(model, batch):
+        loss = loss_of(model, batch)
+        if roots == "one":
+            torch.autograd.backward(loss)
+        elif roots == "one with its gradient":
+            torch.autograd.backward(loss, factor)
+        else:
+            torch.autograd.backward([loss, loss * 2], [None, factor])
+
+    with streamed(model):
+        found = accumulate(
+            functools.partial(step, model), given := batches(), interleave=interleave
+        )
+    for batch in given:
+        batch[1].grad = None
+        step(resident, batch)
+    assert_same(gradients(model), gradients(resident))
+    assert_same(found, [loss_of(resident, batch) for batch in given])
+    assert not any(loss.requires_grad for loss in found)
+
+
+@pytest.mark.parametrize("interleave", [True, False], ids=["together", "one by one"])
+def test_the_answer_is_what_a_step_returned(interleave):
+    model = made()
+
+    def step(batch):
+        loss = loss_of(model, batch)
+        loss.backward()
+        return [None, loss * 3, "words"][batch[0]]
+
+    with streamed(model):
+        first, second, third = accumulate(step, given := batches(), interleave=interleave)
+    losses = [loss_of(model, batch).detach() for batch in given]
+    assert_same([first, second], [losses[0], losses[1] * 3])
+    assert third == "words" and not second.requires_grad
 
 
 # ---- what is left after it ----

@@ -7,7 +7,6 @@ import collections
 import contextlib
 import copy
 import functools
-import gc
 import random
 import subprocess
 import sys
@@ -445,6 +444,11 @@ FLAGS = {
         torch.set_deterministic_debug_mode,
         1,
     ),
+    "only deterministic": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+        2,
+    ),
     "mkldnn": (
         lambda: torch.backends.mkldnn.enabled,
         lambda value: setattr(torch.backends.mkldnn, "enabled", value),
@@ -596,16 +600,6 @@ def test_turns_are_taken_again_from_the_outside_in():
     with attached(Outer(), "cpu", offload_percent=1.0) as manager:
         lending = grains_of(manager.attachment).lending
         assert [layer.name for layer in lending] == ["", "inner"]
-
-
-def test_a_model_that_is_gone_has_no_grains():
-    model = net()
-    manager = oracle_offload.attach(model, "cpu", offload_percent=1.0)
-    attachment = manager.attachment
-    assert grains_of(attachment) != Grains([], [])
-    del model, manager
-    gc.collect()
-    assert grains_of(attachment) == Grains([], [])
 
 
 # ---- what cannot have the loop's bits is refused ----
