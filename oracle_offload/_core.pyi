@@ -98,8 +98,11 @@ class HostBuffer:
     Not inherited by forked children while locked.
     """
 
-    def __new__(cls, nbytes: int, node: int = -1) -> Self:
-        """`node`: the NUMA node that its pages shall lie on, as far as threads may run there."""
+    def __new__(cls, nbytes: int, node: int = -1, file: int = -1, begin: int = 0) -> Self:
+        """`node`: the NUMA node that its pages shall lie on, as far as threads may run there.
+
+        `file`: a descriptor, whose bytes from `begin` on it is: in all processes the same memory.
+        """
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
     @property
@@ -108,6 +111,9 @@ class HostBuffer:
     def nbytes(self) -> int: ...
     @property
     def locked(self) -> bool: ...
+    def protect(self, writable: object, /) -> None:
+        """Let this process write the memory, or read it alone: lock it before that."""
+
     def fill(self, offset: int, source: int, nbytes: int, /) -> None:
         """Copy `nbytes` from address `source` to `offset`, with several threads, GIL released."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from .views.progress import DelayedBar
 if TYPE_CHECKING:
     from .compress.coder import Coder
     from .disk.loading import Loading
+    from .sharing import Share
     from .structure import Structure
 
 logger = logging.getLogger("oracle_offload")
@@ -70,11 +71,12 @@ def build_masters(
     moved: list[masters.Moved],
     loading: Loading | None = None,
     coder: Coder | None = None,
+    share: Share | None = None,
 ) -> None:
     """Move the weights into masters, and add to `moved` those that have left a device.
 
     With `loading`, their values come from its files. What `coder` wants and makes smaller becomes
-    coded masters.
+    coded masters. What is frozen lies in memory that the ranks of `share` have together.
     """
     aliases: dict[int, list[Tensor]] = {}
     for leaf in (leaf for unit in units for leaf in unit):
@@ -93,7 +95,7 @@ def build_masters(
         _LockedBeside(pieces, intake) as locked,
     ):
         piece_bytes = None if loading is None else loading.piece_bytes
-        for units_of_piece in masters.split_pieces(tensors, piece_bytes):
+        for units_of_piece, of_ranks in _pieces(tensors, piece_bytes, share):
             of_piece = [tensor for unit in units_of_piece for tensor in unit]
             moved += [
                 (tensor, tensor.device, aliases.get(id(tensor), []))
@@ -101,7 +103,9 @@ def build_masters(
                 if tensor.device.type != "cpu"
             ]
             locked.begin()
-            piece = masters.Piece(units_of_piece, bar.update, pieces.node, loading, coder, intake)
+            piece = masters.Piece(
+                units_of_piece, bar.update, pieces.node, loading, coder, intake, of_ranks
+            )
             locked.take(piece)
             for tensor in of_piece:
                 masters.share_memory(tensor, aliases.get(id(tensor), ()))
@@ -110,6 +114,21 @@ def build_masters(
             host_bytes += piece.buffer.nbytes
             if coder is not None:
                 coder.check_budget(host_bytes)
+
+
+def _pieces(
+    units: Sequence[Sequence[Tensor]], piece_bytes: int | None, share: Share | None
+) -> Iterator[tuple[list[list[Tensor]], Share | None]]:
+    """Yield the units of each piece, and the ranks that have it together."""
+    own, shared = list(units), []
+    if share is not None:
+        trained = [any(tensor.requires_grad for tensor in unit) for unit in units]
+        shared = list(itertools.compress(units, (not each for each in trained)))
+        own = list(itertools.compress(units, trained))
+    for units_of_piece in masters.split_pieces(shared, piece_bytes):
+        yield units_of_piece, share
+    for units_of_piece in masters.split_pieces(own, piece_bytes):
+        yield units_of_piece, None
 
 
 class _LockedBeside:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -196,7 +196,10 @@ class Attachment:
         if self._is_left:
             with contextlib.suppress(OffloadError):  # else later
                 self.close()
-        elif self.arena.may_grow:
+            return
+        if self.pieces.share is not None:
+            self.pieces.share.check_generation()
+        if self.arena.may_grow:
             self._grow_to_block()
 
     def _grow_to_block(self) -> None:
@@ -304,6 +307,9 @@ class Attachment:
         if stale:
             self.leave_codes(stale)
             trained = self._units_with_trained()  # a layer that follows may get another unit
+        if self.pieces.share is not None and trained - self.trained_units:
+            self._leave_share([layer for layer in list(self.layers) if layer.unit in trained])
+            trained = self._units_with_trained()
         for unit in trained ^ self.trained_units:
             if unit in self.state.stamps:
                 self.state.engine.set_trainable(unit, unit in trained)
@@ -323,6 +329,15 @@ class Attachment:
         """Wait for copies of masters that a step may write though it trains none of them."""
         if not self.is_attached:
             return
+        share = self.pieces.share
+        if share is not None and not (share.is_writing and share.ranks.is_first):
+            shared = [t for t in tensors if self.pieces.shared_at(memory_of(t)[0])]
+            if shared:
+                raise OffloadError(
+                    f"{len(shared)} weights that ranks share were about to be written, by a step "
+                    "of an optimizer or a merge of adapters: one rank alone writes them, while the "
+                    "others wait: with manager.writing() as mine: ..."
+                )
         own = {id(master) for layer in list(self.layers) for master in layer.tensors()}
         if any(id(t) in own or self.pieces.at(memory_of(t)[0]) is not None for t in tensors):
             self.state.engine.settle()
@@ -459,6 +474,50 @@ class Attachment:
                 self.name,
                 using[0].name,
             )
+
+    # ---- masters that ranks share ----
+
+    def _leave_share(self, layers: Sequence[Leaf]) -> None:
+        """Give this rank its own masters of `layers`, which it trains now."""
+        with self.state.lock:
+            shared = {
+                id(tensor): tensor
+                for layer in layers
+                for tensor in layer.tensors()
+                if self.pieces.shared_at(tensor.data_ptr())
+            }
+            for piece in masters.split_pieces([[tensor] for tensor in shared.values()]):
+                self.pieces.add(masters.Piece(piece, node=self.pieces.node))
+            for layer in layers:
+                with contextlib.suppress(OffloadError):  # in use: it follows at its next call
+                    layer.follow()
+
+    def written_elsewhere(
+        self, leaf: Leaf, module: nn.Module, state: Mapping[str, Any], prefix: str
+    ) -> list[str]:
+        """Return those of a module's tensors in a state dict that another rank writes, by name.
+
+        Raises
+        ------
+        OffloadError
+            Ranks share them, and are not in `MemoryManager.writing`.
+        """
+        share = self.pieces.share
+        if share is None:
+            return []
+        shared = [
+            name
+            for name, tensor in module._parameters.items()
+            if tensor is not None and self.pieces.shared_at(memory_of(tensor)[0])
+            if prefix + name in state
+        ]
+        if shared and not share.is_writing:
+            raise OffloadError(
+                f"'{leaf.name}' has weights that ranks share, which are written by all ranks "
+                "together alone: with manager.writing(): model.load_state_dict(...). Adapters are "
+                "loaded without them: load_state_dict(adapters, strict=False)."
+            )
+        return [] if share.ranks.is_first else shared
 
     # ---- layers that were lost ----
 

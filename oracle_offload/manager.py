@@ -52,6 +52,7 @@ from .residents import (
     unmanaged_parameters,
 )
 from .selection import Chosen, group_units, least_bytes, place_bytes
+from .sharing import Share, together
 from .sizes import format_size, parse_size
 from .structure import Structure
 from .views.terminal import printable
@@ -172,7 +173,8 @@ class MemoryManager:
     def refresh(self, module: nn.Module | None = None) -> None:
         """Forget all device copies: for writes to masters that nothing else can see.
 
-        Weights that were replaced, and that nothing else holds any more, are page-locked.
+        Weights that were replaced, and that nothing else holds any more, are page-locked. Where
+        ranks share weights, all of them call it together.
 
         Parameters
         ----------
@@ -181,11 +183,17 @@ class MemoryManager:
         """
         if module is not None and module.__dict__.get(ATTRIBUTE) not in (None, self):
             raise OffloadError("this manager manages another model")
+        if self.attachment.pieces.share is not None:
+            with self.writing():  # which all ranks do together
+                return
+        self._forget_copies()
+
+    def _forget_copies(self) -> None:
         self.state.engine.refresh(self.attachment.model)
         self.attachment.take_over()
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> Iterator[bool]:
         """Write to weights in a ``with`` block: in place, by ``.data``, from numpy.
 
         A copy that a forward has queued may read a weight after that forward has returned, and
@@ -194,13 +202,23 @@ class MemoryManager:
         may call the model. ``load_state_dict`` waits by itself, and so does a step of an optimizer
         that holds the weights. MeZO's perturbations in a loop of one's own belong here, and merges
         of adapters.
+
+        Where ranks share weights, all of them enter the block, and leave it, together. It yields
+        True on the one that may write what they share, False on the others, where that is read
+        alone: ``with manager.writing() as mine: ...``. ``load_state_dict`` in it, on all ranks,
+        does the right thing on each.
         """
         self.state.check_process()
         self.state.engine.settle()
+        pieces = self.attachment.pieces
         try:
-            yield
+            if pieces.share is None:
+                yield True
+            else:
+                with pieces.share.writing(pieces.in_order()) as mine:
+                    yield mine
         finally:
-            self.refresh()
+            self._forget_copies()
 
     def memory_summary(self, abbreviated: bool = False) -> Any:
         """Return the `MemoryReport` of this model."""
@@ -300,6 +318,7 @@ def attach(
     weights: str | os.PathLike[str] | None = None,
     quantize: Quantize | None = None,
     compress: str | None = None,
+    share: str | None = None,
 ) -> MemoryManager:
     """Keep the weights of `module` in page-locked host memory and stream them while it computes.
 
@@ -344,6 +363,9 @@ def attach(
     compress : {"lossless", "auto"}, optional
         Keep frozen weights in fewer bytes, without loss: all that get smaller, or the least that
         removes waiting for copies, and what `ram_budget` has no room for (docs/lossless.md).
+    share : {"node"}, optional
+        Under torchrun: all ranks of this machine have the frozen weights in one host copy, each
+        reading it for its own GPU (docs/several-gpus.md). All of them have to call it alike.
 
     Returns
     -------
@@ -358,7 +380,7 @@ def attach(
     OffloadError
         A model that cannot be attached (attached already, meta parameters, nothing to manage), no
         such device, or a budget too small for the largest units; `weights` that are damaged or not
-        this model's.
+        this model's; with `share`, on all ranks, what any of them raises or has otherwise.
     torch.OutOfMemoryError
         The arena, or what stays resident, does not fit the device.
     MemoryError
@@ -398,13 +420,53 @@ def attach(
     order = None if order_file is None else OrderFile(order_file)
     if quantize is not None and weights is None:
         raise ValueError("quantize= is for weights that are read; quantise what is there already")
+    with together(share) as shared:
+        manager = _attach(
+            module,
+            where,
+            offload_percent,
+            vram_budget,
+            ram_budget,
+            lock_limit,
+            ignore_modules,
+            order,
+            weights,
+            quantize,
+            compress,
+            shared,
+        )
+        if shared is not None:
+            try:
+                shared.ranks.exchange("attached")
+            except BaseException:  # another rank could not
+                manager.detach()
+                raise
+    return manager
+
+
+def _attach(
+    module: nn.Module,
+    where: torch.device,
+    offload_percent: float,
+    vram_budget: int | float | str | None,
+    ram_budget: int | float | str | None,
+    lock_limit: float,
+    ignore_modules: Iterable[Any],
+    order: OrderFile | None,
+    weights: str | os.PathLike[str] | None,
+    quantize: Quantize | None,
+    compress: str | None,
+    shared: Share | None,
+) -> MemoryManager:
+    """`attach`, of arguments that make sense."""
     reading = None if weights is None else Loading(module, weights, quantize)
     with reading or contextlib.nullcontext() as loading:
         chosen = selection.select(module, ignore_modules)
         expected = Expected(loading)
-        units, kept, host_room = part(
-            group_units(chosen.leaves), ram_budget, offload_percent, compress, expected
-        )
+        every = group_units(chosen.leaves)
+        if shared is not None:
+            ram_budget = shared.same_limit(every, ram_budget)
+        units, kept, host_room = part(every, ram_budget, offload_percent, compress, expected)
         all_locked = lock_limit == float("inf")
         sizes = [place_bytes(unit, all_locked) for unit in units]
         floor = least_bytes(units, all_locked)
@@ -433,6 +495,8 @@ def attach(
                     coded = _least_coded(attachment, units, sizes, room, host_room.short, expected)
                 if coded and not _can_decode(attachment, compress, host_room):
                     coded = []
+                if shared is not None:
+                    coded = shared.agree(units, coded, loading)
                 staging = staging_bytes(coded)
                 if vram_budget != "auto":  # what cannot be is refused before anything moves
                     capacity_beside(staging)
@@ -441,8 +505,11 @@ def attach(
                 )
                 attachment.pieces.budget.reserve_rings(managed)
                 coder = coder_for(coded, ram_budget, host_room)
-                admission.build_masters(attachment.pieces, units, moved, loading, coder)
+                attachment.pieces.share = shared
+                admission.build_masters(attachment.pieces, units, moved, loading, coder, shared)
                 attachment.pieces.budget.leave_headroom(attachment.pieces.in_order())
+                if shared is not None:
+                    shared.seal(attachment.pieces.in_order())
                 if moved:  # the arena takes the place that the weights have left
                     state.kind.release_cached()
                 staging = staging if attachment.pieces.coded else 0

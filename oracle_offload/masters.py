@@ -37,6 +37,7 @@ from .views.progress import DelayedBar
 
 if TYPE_CHECKING:
     from .compress.coder import Coder, Prepared
+    from .sharing import Share
 
 logger = logging.getLogger("oracle_offload")
 
@@ -127,9 +128,13 @@ class Piece:
         What codes those tensors that it wants.
     intake : Intake, optional
         What takes tensors off the device.
+    share : Share, optional
+        The ranks of this machine whose memory it is, each of which fills a part of it.
 
     Attributes
     ----------
+    is_shared : bool
+        Whether other ranks have it as well.
     uses : int
         How many tensors of managed layers lie in it.
     cuts : list of int
@@ -150,14 +155,18 @@ class Piece:
         files: Files | None = None,
         coder: Coder | None = None,
         intake: Intake | None = None,
+        share: Share | None = None,
     ) -> None:
         on_bytes = on_bytes or (lambda nbytes: None)
-        prepared = {} if coder is None else code(units, coder, files, on_bytes)
+        prepared = {} if coder is None else code(units, coder, files, on_bytes, share)
         offsets, self.cuts = lay_out(
             units,
             lambda t: prepared[id(t)].nbytes if id(t) in prepared else tensor_bytes(t),
         )
-        self.buffer = HostBuffer(self.cuts[-1], node)
+        self.is_shared = share is not None
+        self.buffer = (
+            HostBuffer(self.cuts[-1], node) if share is None else share.buffer(self.cuts[-1], node)
+        )
         self.start, self.end = self.buffer.address, self.buffer.address + self.buffer.nbytes
         self.uses = 0
         self.locked_bytes = 0
@@ -165,6 +174,7 @@ class Piece:
         self.coded: dict[int, CodedMaster] = {}
         to_read: list[tuple[Tensor, Tensor]] = []
         to_fetch: list[tuple[Tensor, int]] = []
+        others: list[tuple[Tensor, Tensor]] = []  # that other ranks fill
         for unit, offset in zip(units, offsets, strict=True):
             for tensor in unit:
                 if id(tensor) in prepared:
@@ -172,7 +182,10 @@ class Piece:
                     self._take(tensor, found, offset)
                     offset += aligned(found.nbytes)
                     continue
-                if files is not None and files.have(tensor):
+                if share is not None and not share.fills(offset, self.cuts[-1]):
+                    others.append((tensor, master_at(self.buffer, offset, tensor.detach())))
+                    on_bytes(tensor_bytes(tensor))
+                elif files is not None and files.have(tensor):
                     to_read.append((tensor, master_at(self.buffer, offset, tensor)))
                 elif intake is not None and intake.takes(tensor):
                     to_fetch.append((tensor, offset))
@@ -187,6 +200,10 @@ class Piece:
             files.read(to_read, on_bytes)
             for tensor, master in to_read:
                 point_at(tensor, master)
+        if share is not None:
+            share.wait_until_filled(others, files)
+            for tensor, master in others:
+                point_at(tensor, master)
         self._storages = [
             StorageWeakRef(tensor.untyped_storage()) for unit in units for tensor in unit
         ]
@@ -195,8 +212,9 @@ class Piece:
         point_at(tensor, master_at(self.buffer, offset, tensor.detach()))
 
     def _take(self, tensor: Tensor, found: Prepared, offset: int) -> None:
-        """Make `tensor` a coded master at `offset`."""
-        self.buffer.fill(offset, found.coded.address, found.nbytes)
+        """Make `tensor` a coded master at `offset`; what another rank has coded, it fills in."""
+        if found.coded is not None:
+            self.buffer.fill(offset, found.coded.address, found.nbytes)
         point_at(tensor, found.readable)
         coded = CodedMaster(tensor, self.start + offset, found.nbytes, found.kind)
         self.coded[coded.start] = coded
@@ -211,14 +229,30 @@ def code(
     coder: Coder,
     files: Files | None,
     on_bytes: Callable[[int], object],
+    share: Share | None = None,
 ) -> dict[int, Prepared]:
     """Return those tensors that become coded masters, by `id`.
 
     What files have and no mapping can show is read first, into memory that goes once it is coded.
+    Where ranks share a piece, each codes a part, and has from the others what they have coded.
     """
+    candidates = [tensor for unit in units for tensor in unit if coder.wants(tensor)]
+    if share is not None:
+        mine = [t for t, own in zip(candidates, share.codes(candidates), strict=True) if own]
+        prepared = _code(mine, coder, files, on_bytes)
+        return coder.bring_together(candidates, prepared, files, share)
+    return _code(candidates, coder, files, on_bytes)
+
+
+def _code(
+    candidates: Sequence[Tensor],
+    coder: Coder,
+    files: Files | None,
+    on_bytes: Callable[[int], object],
+) -> dict[int, Prepared]:
     wanted: list[tuple[Tensor, Tensor | Origin]] = []
     to_read: list[tuple[Tensor, Tensor]] = []
-    for tensor in (tensor for unit in units for tensor in unit if coder.wants(tensor)):
+    for tensor in candidates:
         if files is None or not files.have(tensor):
             wanted.append((tensor, tensor))
         elif (origin := files.origin(tensor)) is not None:
@@ -334,6 +368,7 @@ class Pieces:
         self._starts: list[int] = []  # their addresses, sorted
         self._coded: dict[int, CodedMaster] = {}  # by the address of the tensor
         self._mapped: list[CodedMaster] = []  # all that ever were, until `own`
+        self.share: Share | None = None  # the ranks that have some of them together
 
     @property
     def buffers(self) -> list[HostBuffer]:
@@ -448,6 +483,18 @@ class Pieces:
         with self._state.lock:
             while self._pieces:
                 self._unlock(next(reversed(self._pieces)))
+            if self.share is not None:
+                self.share.close()
+                self.share = None
+
+    def shared_at(self, address: int) -> bool:
+        """Whether the tensor at `address` lies in memory that ranks share."""
+        if self.share is None:
+            return False
+        with self._state.lock:
+            index = bisect.bisect_right(self._starts, address) - 1
+            piece = self._pieces[self._starts[index]] if index >= 0 else None
+        return piece is not None and piece.is_shared and address < piece.end
 
     def own(self) -> int:
         """Copy what still lies in mapped files to memory, as far as the host has room.
@@ -471,6 +518,8 @@ class Pieces:
 
     def _unlock(self, start: int) -> None:
         self.budget.unlock(self._pieces[start])
+        if self.share is not None:
+            self.share.part(self._pieces[start])
         for address, coded in self._pieces[start].coded.items():
             if self._coded.get(address) is coded:
                 self.forget_coded(coded)

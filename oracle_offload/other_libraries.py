@@ -4,6 +4,7 @@ For this process, from the first attach on. An average of trained weights goes w
 each update: its owner made it before attach, or moved it. A merge of adapters into managed weights
 computes on the host, where it writes. Where adapters are taken off an attached model with all that
 was attached, it is detached first: what is left would be nobody's, half of it on the host.
+FSDP, which puts shards in the place of Parameters, is refused for what is attached.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ _AVERAGES = {
     "torch_ema.ema": ("ExponentialMovingAverage", "update"),
     "toolkit.ema": ("ExponentialMovingAverage", "update"),
 }
+# Where `fully_shard` looks for what it is to shard, before it changes anything.
+_SHARDS = (
+    "torch.distributed.fsdp._fully_shard._fsdp_init",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+)
 _TUNERS = "peft.tuners.tuners_utils"
 _OF_PLAIN_LAYERS = (
     "peft.tuners.glora.model",
@@ -47,6 +53,7 @@ def bring_together() -> None:
     """Do so for those libraries that are imported; for averages, also before each step to come."""
     bring_averages()
     bring_merges()
+    refuse_shards()
     if not _step_hooks:
         _step_hooks.append(register_optimizer_step_pre_hook(lambda *step: bring_averages()))
 
@@ -76,6 +83,46 @@ def bring_merges() -> None:
     module, name = _OF_PLAIN_LAYERS
     if (found := getattr(sys.modules.get(module), name, None)) is not None:
         _stand_before(found, "_create_and_replace", _adapt)
+
+
+def refuse_shards() -> None:
+    """Let FSDP shard nothing that is attached."""
+    for name in _SHARDS:
+        module = sys.modules.get(name)
+        if module is not None:
+            _stand_before(module, "_get_managed_modules", _shard)
+    whole = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if whole is not None:
+        _stand_before(whole, "__init__", _wrap)
+
+
+def _shard(look: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_attached(roots)
+        return look(roots, *args, **kwargs)
+
+    return refuse
+
+
+def _wrap(begin: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _refuse_attached([module])
+        return begin(wrapper, module, *args, **kwargs)
+
+    return refuse
+
+
+def _refuse_attached(roots: Any) -> None:
+    parts = {name: part for root in roots for name, part in root.named_modules()}
+    managed = [name or type(part).__name__ for name, part in parts.items() if is_managed(part)]
+    if managed:
+        raise OffloadError(
+            f"FSDP shards Parameters, and those of {len(managed)} layers ('{managed[0]}' is the "
+            "first) are attached, whose weights come from the host: either the one or the other. "
+            "For several GPUs leave FSDP away: attach(..., share='node') keeps one host copy of "
+            "frozen weights, and DDP trains the adapters. For FSDP, detach first "
+            "(MemoryManager.detach)."
+        )
 
 
 def _stand_before(kind: Any, method: str, put: Callable[[Any], Any]) -> None:

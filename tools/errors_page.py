@@ -690,6 +690,57 @@ NOTES: dict[str, dict[str, str]] = {
             "(`register_post_accumulate_grad_hook`) are called once, with the sum."
         ),
     },
+    "Several GPUs": {
+        "share=… is neither None nor": '`share` is None or "node": docs/several-gpus.md.',
+        "share='node' needs a process group": (
+            "Ranks find one another by torch's process group: it has to be there before `attach`."
+        ),
+        "share='node' is for Linux alone": (
+            "Other systems have no memory without a name that a descriptor passes on."
+        ),
+        "share='node' places ranks by": (
+            "torchrun sets all four; `mp.spawn` and some clusters set none or others."
+        ),
+        "the system makes no shared memory": "`memfd_create` failed: a sandbox forbids it, say.",
+        "did not come to attach within": (
+            "A rank failed before, is slower than the time-out of `init_process_group`, or does "
+            "not call `attach`: look at its own output."
+        ),
+        "cannot reach rank 0 of this machine": (
+            "Ranks of two machines or containers were told that they are of one."
+        ),
+        "all of them have to be of one job, with as many GPUs": (
+            "`LOCAL_WORLD_SIZE` differs: all agents start with the same `--nproc-per-node`."
+        ),
+        "did not answer within": (
+            "A rank is at something else, a collective that others do not make, say."
+        ),
+        "is gone: it was killed": "Its own output, or `dmesg`, has the reason.",
+        "the ranks of this machine are at different calls": (
+            "`attach`, `refresh` and `writing` are made by all ranks alike, in one order."
+        ),
+        "was refused the descriptor": "`ulimit -n` is used up, or a sandbox forbids it.",
+        "than rank 0 (": "The message has the first thing in which two ranks differ.",
+        "has other values of": (
+            "Each rank made or loaded its weights by itself: from other files, or by chance."
+        ),
+        "which another has written: all have": (
+            "Codes are written by one rank and read by the others, from one folder."
+        ),
+        "a forked child takes no part": "A DataLoader's worker has no part in what ranks do.",
+        "that ranks share were about to be written": (
+            "An optimizer without gradients (MeZO), or a merge, outside `manager.writing()`."
+        ),
+        "has weights that ranks share, which are written": (
+            "Load what is trained alone, or all of it in `manager.writing()`."
+        ),
+        "the weights that ranks share are at generation": (
+            "Another rank has written the weights while this one took no part."
+        ),
+        "FSDP shards Parameters": "FSDP and `attach` exclude each other.",
+        "the system does not map": "Shared memory could not be mapped.",
+        "the system does not let memory be": "Memory could not be made read-only, or writable.",
+    },
     "Recipes": {
         "batches add up to": (
             "The function that weighs a batch returns how much there is to learn from it, tokens "

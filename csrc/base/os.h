@@ -7,6 +7,11 @@
 
 /* Page-aligned zeroed memory; NULL when there is none. */
 void *oo__pages_map(size_t bytes);
+/* Pages of a file from `begin` on, a multiple of a page, which all who map them see alike; NULL
+ * with errno. `file` is a descriptor: there are none on Windows. */
+void *oo__pages_map_shared(size_t bytes, int file, uint64_t begin);
+/* Let whole pages be written from now on, or read alone. Returns 0, or -1 with errno. */
+int oo__pages_protect(void *pages, size_t bytes, int writable);
 /* A hint for whole pages that nobody has touched yet. */
 void oo__pages_ask_huge(void *pages, size_t bytes);
 uint64_t oo__nanoseconds(void); /* of a clock that never goes back */

@@ -26,6 +26,15 @@ void *oo__pages_map(size_t bytes) {
     return pages == MAP_FAILED ? NULL : pages;
 }
 
+void *oo__pages_map_shared(size_t bytes, int file, uint64_t begin) {
+    void *pages = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, (off_t)begin);
+    return pages == MAP_FAILED ? NULL : pages;
+}
+
+int oo__pages_protect(void *pages, size_t bytes, int writable) {
+    return mprotect(pages, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ);
+}
+
 void oo__pages_ask_huge(void *pages, size_t bytes) {
 #ifdef MADV_HUGEPAGE
     (void)madvise(pages, bytes, MADV_HUGEPAGE);

@@ -22,6 +22,20 @@ void *oo__pages_map(size_t bytes) {
     return VirtualAlloc(NULL, bytes, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
 }
 
+void *oo__pages_map_shared(size_t bytes, int file, uint64_t begin) {
+    (void)bytes, (void)file, (void)begin;
+    errno = ENOSYS;
+    return NULL;
+}
+
+int oo__pages_protect(void *pages, size_t bytes, int writable) {
+    DWORD before;
+    if (VirtualProtect(pages, bytes, writable ? PAGE_READWRITE : PAGE_READONLY, &before))
+        return 0;
+    errno = EACCES;
+    return -1;
+}
+
 void oo__pages_unmap(void *pages, size_t bytes) {
     (void)bytes;
     VirtualFree(pages, 0, MEM_RELEASE);

@@ -3,6 +3,7 @@
 #include "../base/os.h"
 #include "../base/status.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -10,7 +11,8 @@ enum { OO_COPY_THREADS = 8 };
 static const size_t oo__share_bytes = (size_t)4
                                       << 20; /* below this a thread costs more than it saves */
 
-enum oo_status oo_host_create(size_t bytes, struct oo_host **out) {
+/* A record without pages. */
+static enum oo_status oo__host_record(size_t bytes, struct oo_host **out) {
     *out = NULL;
     const size_t page = oo__page_bytes();
     if (bytes == 0 || bytes > SIZE_MAX - page)
@@ -27,14 +29,45 @@ enum oo_status oo_host_create(size_t bytes, struct oo_host **out) {
         free(host);
         return oo__fail(OO_E_MEMORY, "no memory for a host buffer's record");
     }
-    host->pages = oo__pages_map(host->mapped_bytes);
-    if (!host->pages) {
-        oo__mutex_destroy(host->mutex);
-        free(host);
+    *out = host;
+    return OO_OK;
+}
+
+/* Keep the pages, or drop the record where there are none. */
+static int oo__host_take(struct oo_host **host, void *pages) {
+    (*host)->pages = pages;
+    if (!pages) {
+        oo__mutex_destroy((*host)->mutex);
+        free(*host);
+        *host = NULL;
+    }
+    return pages != NULL;
+}
+
+enum oo_status oo_host_create(size_t bytes, struct oo_host **out) {
+    const enum oo_status status = oo__host_record(bytes, out);
+    if (status != OO_OK)
+        return status;
+    if (!oo__host_take(out, oo__pages_map((*out)->mapped_bytes)))
         return oo__fail(OO_E_MEMORY, "the system has no %.3f GiB of memory left for weights",
                         (double)bytes / (double)((size_t)1 << 30));
-    }
-    *out = host;
+    return OO_OK;
+}
+
+enum oo_status oo_host_create_shared(size_t bytes, int file, uint64_t begin, struct oo_host **out) {
+    const enum oo_status status = oo__host_record(bytes, out);
+    if (status != OO_OK)
+        return status;
+    if (!oo__host_take(out, oo__pages_map_shared((*out)->mapped_bytes, file, begin)))
+        return oo__fail(OO_E_STATE, "the system does not map %zu bytes of shared memory: %s", bytes,
+                        strerror(errno));
+    return OO_OK;
+}
+
+enum oo_status oo_host_protect(struct oo_host *host, int writable) {
+    if (oo__pages_protect(host->pages, host->mapped_bytes, writable) != 0)
+        return oo__fail(OO_E_STATE, "the system does not let memory be %s: %s",
+                        writable ? "written" : "read alone", strerror(errno));
     return OO_OK;
 }
 

@@ -123,6 +123,12 @@ struct oo_host;
 
 /* `bytes` of zeroed, page-aligned memory, not yet touched. */
 enum oo_status oo_host_create(size_t bytes, struct oo_host **out);
+/* `bytes` of a file from `begin` on, a multiple of a page: the same memory in every process that
+ * has them so. OO_E_STATE with the system's reason where it does not map them. */
+enum oo_status oo_host_create_shared(size_t bytes, int file, uint64_t begin, struct oo_host **out);
+/* Let the memory be written by this process, or read alone; the device reads it either way. Memory
+ * that can only be read is locked no more, so it is to be locked before. */
+enum oo_status oo_host_protect(struct oo_host *host, int writable);
 /* Unlocks for every engine that knows the memory (waiting for copies) and frees. Where unlocking
  * fails the memory is leaked, and this is unlocking's error. NULL is allowed. */
 enum oo_status oo_host_destroy(struct oo_host *host);

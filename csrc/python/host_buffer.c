@@ -2,18 +2,23 @@
 #include "binding.h"
 
 static PyObject *oo__buffer_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static char nbytes_name[] = "nbytes", node_name[] = "node";
-    static char *names[] = {nbytes_name, node_name, NULL};
+    static char nbytes_name[] = "nbytes", node_name[] = "node", file_name[] = "file",
+                begin_name[] = "begin";
+    static char *names[] = {nbytes_name, node_name, file_name, begin_name, NULL};
     static const struct oo_parameter parameter = {"nbytes", 1, PTRDIFF_MAX};
-    PyObject *argument;
-    unsigned long long nbytes;
-    int node = -1;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O|i", names, &argument, &node) ||
-        oo__integer(argument, "HostBuffer", &parameter, &nbytes) < 0)
+    static const struct oo_parameter offset = {"begin", 0, PTRDIFF_MAX};
+    PyObject *argument, *first = NULL;
+    unsigned long long nbytes, begin = 0;
+    int node = -1, file = -1;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O|iiO", names, &argument, &node, &file,
+                                     &first) ||
+        oo__integer(argument, "HostBuffer", &parameter, &nbytes) < 0 ||
+        (first && oo__integer(first, "HostBuffer", &offset, &begin) < 0))
         return NULL;
     struct oo_module_state *state = oo__state_of(type);
     struct oo_host *host = NULL;
-    enum oo_status status = oo_host_create((size_t)nbytes, &host);
+    enum oo_status status = file < 0 ? oo_host_create((size_t)nbytes, &host)
+                                     : oo_host_create_shared((size_t)nbytes, file, begin, &host);
     if (status != OO_OK)
         return oo_raise(state, status);
     oo_host_prefer_node(host, node);
@@ -74,6 +79,16 @@ static PyObject *oo__buffer_fill(PyObject *object, PyObject *const *arguments, P
     Py_RETURN_NONE;
 }
 
+static PyObject *oo__buffer_protect(PyObject *object, PyObject *writable) {
+    const int write = PyObject_IsTrue(writable);
+    if (write < 0)
+        return NULL;
+    enum oo_status status = oo_host_protect(((struct oo_py_buffer *)object)->host, write);
+    if (status != OO_OK)
+        return oo_raise(oo__state_of(Py_TYPE(object)), status);
+    Py_RETURN_NONE;
+}
+
 static PyObject *oo__buffer_address(PyObject *object, void *unused) {
     (void)unused;
     return PyLong_FromVoidPtr(oo_host_address(((struct oo_py_buffer *)object)->host));
@@ -92,6 +107,8 @@ static PyObject *oo__buffer_locked(PyObject *object, void *unused) {
 static PyMethodDef oo__buffer_methods[] = {
     {"fill", (PyCFunction)(void (*)(void))oo__buffer_fill, METH_FASTCALL,
      "fill($self, offset, source, nbytes, /)\n--\n\nCopy nbytes from address source to offset."},
+    {"protect", oo__buffer_protect, METH_O,
+     "protect($self, writable, /)\n--\n\nLet this process write the memory, or read it alone."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -103,7 +120,7 @@ static PyGetSetDef oo__buffer_properties[] = {
 };
 
 static char oo__buffer_doc[] =
-    "HostBuffer(nbytes, node=-1)\n--\n\nPage-aligned host memory for masters.";
+    "HostBuffer(nbytes, node=-1, file=-1, begin=0)\n--\n\nPage-aligned host memory for masters.";
 
 static PyType_Slot oo__buffer_slots[] = {
     {Py_tp_doc, oo__buffer_doc},

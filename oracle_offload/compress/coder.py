@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,13 @@ from ..disk.origin import Origin
 from ..disk.reading import memory
 from ..errors import OffloadError
 from ..geometry import contiguous_stride, is_dense, tensor_bytes
+from ..host.ranks import on_all
 from ..sizes import format_size
 from .store import CODED, RAW, Store
+
+if TYPE_CHECKING:
+    from ..masters import Files
+    from ..sharing import Share
 
 logger = logging.getLogger("oracle_offload")
 
@@ -58,12 +64,21 @@ def kind_of(tensor: Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A tensor that becomes a coded master: its coded weights, and what it is read from."""
+    """A tensor that becomes a coded master: its coded weights, and what it is read from.
+
+    Attributes
+    ----------
+    coded : HostBuffer or None
+        None where another rank has them, and fills them in.
+    known : str
+        How the cache calls them.
+    """
 
     kind: int
-    coded: HostBuffer
+    coded: HostBuffer | None
     nbytes: int
     readable: Tensor
+    known: str
 
 
 class Coder:
@@ -139,6 +154,50 @@ class Coder:
                     on_bytes(tensor_bytes(tensor))
         return found
 
+    def bring_together(
+        self,
+        tensors: Sequence[Tensor],
+        prepared: dict[int, Prepared],
+        files: Files | None,
+        share: Share,
+    ) -> dict[int, Prepared]:
+        """Add to what this rank has prepared of `tensors` what the others have.
+
+        Raises
+        ------
+        OffloadError
+            A rank cannot read what another has written, or has other values.
+        """
+        rows = {
+            str(number): [found.kind, found.nbytes, found.known]
+            for number, tensor in enumerate(tensors)
+            if (found := prepared.get(id(tensor))) is not None
+        }
+        everyone: dict[str, list[Any]] = {}
+        for theirs in share.ranks.exchange("coded", rows):
+            everyone.update(theirs)
+
+        def take() -> None:
+            for number in sorted(everyone.keys() - rows.keys(), key=int):
+                kind, nbytes, known = everyone[number]
+                tensor = tensors[int(number)]
+                mapped = self._store.map(known + RAW, tensor_bytes(tensor))
+                if mapped is None:
+                    raise OffloadError(
+                        f"rank {share.ranks.at.local_rank} of this machine finds no "
+                        f"'{self._store.path(known + RAW)}', which another has written: all have "
+                        "to have one cache (ORACLE_OFFLOAD_CACHE_DIR)."
+                    )
+                if files is not None and files.have(tensor):
+                    files.skip(tensor)
+                elif not _same(mapped, on_host(tensor.detach())):
+                    raise share.differs(tensor)
+                readable = tensor_over(mapped, 0, tensor)
+                prepared[id(tensor)] = Prepared(kind, None, nbytes, readable, known)
+
+        on_all(share.ranks, "compared codes", take)
+        return prepared
+
     def _prepare(self, tensor: Tensor, values: Tensor | Origin) -> Prepared | None:
         kind = _KINDS[tensor.dtype]
         if self._failed:
@@ -179,10 +238,11 @@ class Coder:
                 _core.compare_coded(
                     kind, coded.address, coded.nbytes, self._threads, host.data_ptr(), count
                 )
-                return Prepared(kind, coded, coded.nbytes, self._readable(known, tensor, host))
+                readable = self._readable(known, tensor, host)
+                return Prepared(kind, coded, coded.nbytes, readable, known)
             except ValueError as error:
                 self._store.drop(name, error)
-        return self._encode(kind, host, name, lambda: self._readable(known, tensor, host))
+        return self._encode(kind, host, known, lambda: self._readable(known, tensor, host))
 
     def _readable(self, known: str, tensor: Tensor, host: Tensor) -> Tensor:
         """Return a tensor over the file of the cache that has the bytes of `host`."""
@@ -195,9 +255,9 @@ class Coder:
         return tensor_over(mapped, 0, tensor)
 
     def _encode(
-        self, kind: int, values: Tensor, name: str, readable: Callable[[], Tensor]
+        self, kind: int, values: Tensor, known: str, readable: Callable[[], Tensor]
     ) -> Prepared | None:
-        """Encode the dense host tensor `values` and keep that under `name`, if it gets smaller."""
+        """Encode the dense host tensor `values` and keep that as `known`, if it gets smaller."""
         count = values.numel()
         coded = HostBuffer(_core.coded_room(kind, count))
         nbytes = _core.encode(
@@ -205,8 +265,8 @@ class Coder:
         )
         if not pays(nbytes, tensor_bytes(values)):
             return None
-        self._store.write(name, memoryview(coded).cast("B")[:nbytes])
-        return Prepared(kind, coded, nbytes, readable())
+        self._store.write(known + CODED, memoryview(coded).cast("B")[:nbytes])
+        return Prepared(kind, coded, nbytes, readable(), known)
 
 
 def on_host(tensor: Tensor) -> Tensor:

@@ -71,6 +71,17 @@ class WeightFile:
         found = os.fstat(self._file.fileno())
         return found.st_size, found.st_mtime_ns
 
+    def identity(self) -> list[int | str]:
+        """Return which file it is, and of when."""
+        found = os.fstat(self._file.fileno())
+        return [
+            os.path.basename(self.path),
+            found.st_size,
+            found.st_mtime_ns,
+            found.st_dev,
+            found.st_ino,
+        ]
+
     def check_unwritten(self) -> None:
         """Refuse what was read where the file was written meanwhile; one in its place is no matter.
 
@@ -135,6 +146,10 @@ class Checkpoint:
         for key, name in wanted.items():
             if key not in self.tensors or self.tensors[key][0].path != str(path.parent / name):
                 raise OffloadError(f"'{path}': it says that '{key}' is in '{name}', but it is not.")
+
+    def identity(self) -> list[list[int | str]]:
+        """Return which files they are; see `WeightFile`."""
+        return [file.identity() for file in self._files]
 
     def check_unwritten(self) -> None:
         """Refuse what was read where a file was written meanwhile; see `WeightFile`."""

@@ -1,0 +1,437 @@
+"""The ranks of one machine: how they meet, and what they tell one another.
+
+They meet by the store of torch's process group, which says at which socket the first of them waits,
+and talk over Unix sockets from then on: these pass descriptors as well, and end at once when a
+process does, killed or not, so that nobody waits for a rank that is gone. The socket's name is in
+no file system: it ends with the process that has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import OffloadError
+
+_LENGTH = struct.Struct("!Q")
+_PEER = struct.Struct("3i")  # process, user, group: struct ucred
+_MOST_BYTES = 1 << 30  # of one message: more is no message of ours
+_meetings = 0  # of this process: the ranks have as many
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands among those of the job.
+
+    Attributes
+    ----------
+    rank, world : int
+        Its number in the job, and how many there are.
+    local_rank, local_world : int
+        The same on its machine.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+
+    def as_row(self) -> dict[str, int]:
+        """Return it for JSON."""
+        return dict(vars(self))
+
+
+def place() -> Place | None:
+    """Return where this process stands, by what its launcher has set; None where none has."""
+    try:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local, here = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
+    except (KeyError, ValueError):
+        return None
+    if not (0 <= local < here <= world and 0 <= rank < world):
+        return None
+    return Place(rank, world, local, here)
+
+
+class LocalRanks:
+    """The ranks of this machine, while they hold together; made by `meet`.
+
+    Parameters
+    ----------
+    at : Place
+        Of this process.
+    peers : dict of int to socket
+        By local rank: of the first rank all others, of any other the first.
+    timeout_s : float
+        How long a rank waits for the others.
+    """
+
+    def __init__(self, at: Place, peers: dict[int, socket.socket], timeout_s: float) -> None:
+        self.at = at
+        self.timeout_s = timeout_s
+        self._peers = peers
+        self._pid = os.getpid()
+        self._ended = ""  # why they are apart
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that decides where one has to."""
+        return self.at.local_rank == 0
+
+    def exchange(self, what: str, value: Any = None) -> list[Any]:
+        """Tell the others `value`, and return what all of them say, in the order of their ranks.
+
+        Parameters
+        ----------
+        what : str
+            What they are at: all of them have to be at the same.
+        value : optional
+            What JSON can say.
+
+        Raises
+        ------
+        OffloadError
+            A rank has failed, is gone, is at something else, or did not come in time.
+        """
+        if os.getpid() != self._pid:
+            raise OffloadError("a forked child takes no part in what ranks do together")
+        if self._ended:
+            raise _as_said(self._ended)
+        try:
+            if self.is_first:
+                return self._gather(what, value)
+            self._tell({"at": what, "value": value})
+            answer = self._hear(0, self._deadline())
+            if "failed" in answer:
+                raise _as_said(answer["failed"])
+            return list(answer["values"])
+        except OffloadError as error:
+            self.fail(str(error))
+            raise
+        except BaseException as error:
+            self.fail(_words(self.at.local_rank, error))
+            raise
+
+    def fail(self, why: str) -> None:
+        """Let the others know that this rank cannot go on; nothing is told any more."""
+        if not self._ended and os.getpid() == self._pid:
+            self._ended = why
+            with contextlib.suppress(OSError):
+                self._tell({"failed": why})
+        self.close()
+
+    def fail_with(self, error: BaseException) -> None:
+        """As `fail`, because of an error of this rank."""
+        self.fail(_words(self.at.local_rank, error))
+
+    def close(self) -> None:
+        """Part from the others."""
+        self._ended = self._ended or "this rank has parted from the others: it was detached"
+        while self._peers:
+            self._peers.popitem()[1].close()
+
+    def share_file(self, file: int | None) -> int:
+        """Give all ranks the first one's descriptor, and return this rank's own of that file.
+
+        Raises
+        ------
+        OffloadError
+            The system refused it to some rank.
+        """
+        refused = ""
+        if self.is_first:
+            assert file is not None
+            for peer in self._peers.values():
+                with contextlib.suppress(OSError):  # of one that is gone, which is heard below
+                    socket.send_fds(peer, [b"f"], [file])
+        else:
+            peer = self._peers[0]
+            peer.settimeout(self.timeout_s)
+            try:
+                _, found, _, _ = socket.recv_fds(peer, 1, 1, _CLOSE_ON_EXEC)
+            except OSError as error:  # not in time, or the first rank is gone
+                found, refused = [], str(error)
+            if found:
+                file = found[0]
+            else:
+                refused = refused or "too many open files?"
+
+        def check() -> None:
+            if refused:
+                raise OffloadError(
+                    f"rank {self.at.local_rank} of this machine was refused the descriptor of the "
+                    f"weights that its ranks share ({refused}): raise the limit of open files "
+                    "(ulimit -n), and let no sandbox forbid passing them."
+                )
+
+        try:
+            on_all(self, "descriptor", check)
+        except BaseException:
+            if not self.is_first and file is not None:
+                os.close(file)
+            raise
+        assert file is not None
+        return file
+
+    # ---- messages ----
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.timeout_s
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        """Send to all peers; one that is gone says so when it is heard."""
+        content = json.dumps(message).encode()
+        for peer in list(self._peers.values()):
+            with contextlib.suppress(ConnectionError):
+                peer.settimeout(self.timeout_s)
+                peer.sendall(_LENGTH.pack(len(content)) + content)
+
+    def _hear(self, rank: int, until: float) -> dict[str, Any]:
+        try:
+            return _receive(self._peers[rank], until)
+        except TimeoutError:
+            raise OffloadError(
+                f"rank {rank} of this machine did not answer within {self.timeout_s:.0f} s, while "
+                f"rank {self.at.local_rank} waited for it: all ranks have to make the same calls."
+            ) from None
+        except (OSError, ValueError):
+            raise OffloadError(
+                f"rank {rank} of this machine is gone: it was killed, has ended or was detached, "
+                "while others wait for it. The cause is in its own output, or the kernel's log."
+            ) from None
+
+    def _gather(self, what: str, value: Any) -> list[Any]:
+        """As the first rank: hear all, and tell all what all have said."""
+        values: dict[int, Any] = {0: value}
+        until = self._deadline()
+        waiting = selectors.DefaultSelector()
+        for rank, peer in self._peers.items():
+            waiting.register(peer, selectors.EVENT_READ, rank)
+        with waiting:
+            while len(values) < self.at.local_world:
+                ready = waiting.select(max(0.0, until - time.monotonic()))
+                if not ready:
+                    late = [rank for rank in self._peers if rank not in values]
+                    self._hear(late[0], until)  # which says so
+                for key, _ in ready:
+                    rank = key.data
+                    message = self._hear(rank, until)
+                    if "failed" in message:
+                        raise _as_said(message["failed"])
+                    if message["at"] != what:
+                        raise OffloadError(
+                            f"the ranks of this machine are at different calls: rank 0 at "
+                            f"'{what}', rank {rank} at '{message['at']}'. All of them have to "
+                            "attach and refresh alike, in the same order."
+                        )
+                    values[rank] = message["value"]
+                    waiting.unregister(self._peers[rank])
+        in_order = [values[rank] for rank in range(self.at.local_world)]
+        self._tell({"values": in_order})
+        return in_order
+
+
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+def _as_said(why: str) -> OffloadError:
+    """Return the error of another rank, or of before."""
+    error = OffloadError(why)
+    return error  # noqa: RET504 - its text is no message of this place
+
+
+def _words(rank: int, error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    return f"rank {rank} of this machine failed: {text}"
+
+
+def _receive(peer: socket.socket, until: float) -> dict[str, Any]:
+    (nbytes,) = _LENGTH.unpack(_receive_bytes(peer, _LENGTH.size, until))
+    if nbytes > _MOST_BYTES:
+        raise ConnectionResetError(f"a message of {nbytes} bytes is none of ours")
+    message: dict[str, Any] = json.loads(_receive_bytes(peer, nbytes, until))
+    return message
+
+
+def _receive_bytes(peer: socket.socket, nbytes: int, until: float) -> bytes:
+    content = bytearray()
+    while len(content) < nbytes:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        peer.settimeout(left)
+        part = peer.recv(min(nbytes - len(content), 1 << 20))
+        if not part:
+            raise ConnectionResetError("it has ended")
+        content += part
+    return bytes(content)
+
+
+# ---- meeting ----
+
+
+def meet(version: str) -> LocalRanks:
+    """Bring the ranks of this machine together: all of them call it.
+
+    Parameters
+    ----------
+    version : str
+        What all of them have to be alike in.
+
+    Raises
+    ------
+    OffloadError
+        There is no process group, nobody says which ranks are of this machine, or not all of them
+        come in time.
+    """
+    global _meetings
+    store, timeout_s = _store()
+    at = _place_in_group()
+    _meetings += 1
+    key = f"oracle_offload/{at.rank - at.local_rank}/{_meetings}"
+    hello = {**at.as_row(), "version": version, "key": key}
+    if at.local_rank == 0:
+        return _wait_for_others(store, key, hello, at, timeout_s)
+    return _go_to_first(store, key, hello, at, timeout_s)
+
+
+def _store() -> tuple[Any, float]:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise OffloadError(
+            "share='node' needs a process group, and there is none: start with torchrun (or "
+            "accelerate launch) and call torch.distributed.init_process_group() before attach()."
+        )
+    if not hasattr(os, "memfd_create"):
+        raise OffloadError(
+            f"share='node' is for Linux alone, and this is {sys.platform}: attach without it, and "
+            "each rank has its own masters."
+        )
+    store: Any = _get_default_store()
+    return store, float(store.timeout.total_seconds())
+
+
+def _place_in_group() -> Place:
+    import torch.distributed as dist
+
+    at = place()
+    if at is None or (at.rank, at.world) != (dist.get_rank(), dist.get_world_size()):
+        raise OffloadError(
+            "share='node' places ranks by RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which "
+            f"say {at} here, while the process group has rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}: start with torchrun, or set all four alike."
+        )
+    return at
+
+
+def _wait_for_others(
+    store: Any, key: str, hello: dict[str, Any], at: Place, timeout_s: float
+) -> LocalRanks:
+    peers: dict[int, socket.socket] = {}
+    ranks = LocalRanks(at, peers, timeout_s)
+    until = time.monotonic() + timeout_s
+    name = f"\0oracle_offload-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.bind(name)
+        door.listen(at.local_world)
+        store.set(key, name[1:])
+        try:
+            while len(peers) + 1 < at.local_world:
+                door.settimeout(max(1e-3, until - time.monotonic()))
+                try:
+                    peer, _ = door.accept()
+                except TimeoutError:
+                    missing = set(range(1, at.local_world)) - set(peers)
+                    raise OffloadError(
+                        f"share='node': of the {at.local_world} ranks of this machine "
+                        f"(LOCAL_WORLD_SIZE), {', '.join(map(str, sorted(missing)))} did not come "
+                        f"to attach within {timeout_s:.0f} s. All ranks have to call it; slow ones "
+                        "have as long as init_process_group(timeout=...) says."
+                    ) from None
+                _let_in(peer, hello, peers, until)
+        except BaseException as error:
+            ranks.fail_with(error)
+            raise
+    ranks.exchange("meet")
+    return ranks
+
+
+def _let_in(
+    peer: socket.socket, hello: dict[str, Any], peers: dict[int, socket.socket], until: float
+) -> None:
+    """Keep a connection of a rank of ours; of any other process it is closed."""
+    _, user, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    try:
+        if user != os.geteuid():
+            raise ConnectionRefusedError(f"user {user}")
+        said = _receive(peer, until)
+        rank = int(said["local_rank"])
+    except (OSError, ValueError, KeyError, TypeError):
+        peer.close()
+        return
+    theirs = {name: said.get(name) for name in ("local_world", "world", "version", "key")}
+    ours = {name: hello[name] for name in theirs}
+    if theirs != ours or rank in peers or not 0 < rank < hello["local_world"]:
+        peers[rank] = peer  # which is to hear of it
+        raise OffloadError(
+            f"share='node': rank {rank} of this machine says {theirs}, rank 0 {ours}: all of them "
+            "have to be of one job, with as many GPUs, and of one version."
+        )
+    peers[rank] = peer
+
+
+def _go_to_first(
+    store: Any, key: str, hello: dict[str, Any], at: Place, timeout_s: float
+) -> LocalRanks:
+    import torch.distributed as dist
+
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        try:
+            name = store.get(key).decode()
+        except (dist.DistError, RuntimeError) as error:
+            raise OffloadError(
+                f"share='node': rank 0 of this machine did not come to attach within "
+                f"{timeout_s:.0f} s ({error}). All ranks have to call it."
+            ) from error
+        peer.settimeout(timeout_s)
+        try:
+            peer.connect("\0" + name)
+        except OSError as error:
+            raise OffloadError(
+                f"share='node': rank {at.local_rank} cannot reach rank 0 of this machine "
+                f"({error}): it is gone, or runs on another machine or in another container, which "
+                "LOCAL_RANK and LOCAL_WORLD_SIZE take for this one."
+            ) from error
+        ranks = LocalRanks(at, {0: peer}, timeout_s)
+        ranks._tell(hello)
+        ranks.exchange("meet")
+    except BaseException:
+        peer.close()
+        raise
+    return ranks
+
+
+def on_all(ranks: LocalRanks, what: str, check: Callable[[], None]) -> None:
+    """Make a check on all ranks, and raise on all what it raises on any."""
+    why = ""
+    try:
+        check()
+    except OffloadError as error:
+        why = str(error)
+    for found in ranks.exchange(what, why):
+        if found:
+            ranks.fail(found)
+            raise _as_said(found)

@@ -1,0 +1,527 @@
+"""Ranks of one machine, for `test_several.py`: forked from one process that has imported all.
+
+python ranks.py FOLDER RANKS SCENARIO...
+
+Prints, for each scenario in turn, a line of JSON: how each rank ended and what it said. What a
+process imports and prepares is paid for once; its ranks are forked while it has one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["ORACLE_OFFLOAD_HEARTBEAT"] = "0"
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint import state_dict as dcp_state  # noqa: E402
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+import oracle_offload  # noqa: E402
+from oracle_offload import OffloadError, simulator  # noqa: E402
+from oracle_offload.host import ranks as host_ranks  # noqa: E402
+
+WIDTH, LAYERS, RANK = 192, 6, 4
+PATIENCE_S = 60  # of a rank, for the others
+told = -1  # where a rank writes what it says
+LIMIT_S = 60  # of a scenario, from its first rank's start: nothing waits so long
+
+# ---- a model with adapters ----
+
+
+class Adapted(torch.nn.Module):
+    """A frozen Linear with a trained adapter."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.base = torch.nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.base.requires_grad_(False)
+        self.down = torch.nn.Linear(WIDTH, RANK, bias=False, dtype=dtype)
+        self.up = torch.nn.Linear(RANK, WIDTH, bias=False, dtype=dtype)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Model(torch.nn.Module):
+    """Blocks in a row, of which `skip` leaves one out: then its adapter is not used."""
+
+    def __init__(self, seed=0, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = torch.nn.ModuleList(Adapted(dtype) for _ in range(LAYERS))
+
+    def forward(self, x, skip=-1):
+        for number, block in enumerate(self.blocks):
+            if number != skip:
+                x = block(x)
+        return x
+
+
+def frozen(model):
+    return {name: p for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def adapters(model):
+    return [block for one in model.blocks for block in (one.down, one.up)]
+
+
+def attach(model, share="node", **options):
+    """Attach on the simulated device, with little room there; adapters stay resident."""
+    options = {"ignore_modules": adapters(model), "offload_percent": 0.9, **options}
+    manager = oracle_offload.attach(model, "cpu", share=share, **options)
+    assert len(manager.layers) == LAYERS, manager.resident
+    return manager
+
+
+def inputs(rank, number, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randn(3, WIDTH, generator=generator).to(dtype)
+
+
+# ---- what ranks do; each is given its number, how many there are, and the scenario's folder ----
+
+TRAININGS = {
+    "plain": {},
+    "no_sync": {},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+
+def train(rank, model, how, manager=None):
+    """Train adapters under DDP; return losses and adapters."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(frozen(model)))
+    parallel = DistributedDataParallel(model, **TRAININGS[how])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for number in range(4):
+        waits = how == "no_sync" and number % 2 == 0
+        with parallel.no_sync() if waits else contextlib.nullcontext():
+            skip = number % LAYERS if how == "unused" else -1
+            loss = parallel(inputs(rank, number), skip).square().mean()
+            loss.backward()
+        losses.append(loss.detach())
+        if not waits:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*losses, *(p.detach().clone() for p in trained)]
+
+
+def bits(rank, size, folder):
+    """DDP over shared weights is DDP over resident models, to the last bit."""
+    for how in TRAININGS:
+        expected = train(rank, Model(), how)
+        model = Model()
+        before = [p.clone() for p in frozen(model).values()]
+        manager = attach(model)
+        share = manager.attachment.pieces.share
+        assert share.nbytes >= sum(p.nbytes for p in before), share.nbytes
+        assert all(
+            manager.attachment.pieces.shared_at(p.data_ptr()) for p in frozen(model).values()
+        )
+        found = train(rank, model, how)
+        assert len(found) == len(expected)
+        assert all(map(torch.equal, found, expected)), f"{how}: other bits"
+        stats = manager.state.engine.stats(manager.attachment.model)
+        assert stats["h2d_bytes"] > 2 * share.nbytes, "nothing was streamed"
+        assert all(map(torch.equal, frozen(model).values(), before))
+        manager.detach()
+    return "equal"
+
+
+def memory(rank, size, folder):
+    """One copy in all: each rank's share of the pages is its part of it."""
+    model = Model()
+    manager = attach(model)
+    assert len([p.sum() for p in model.parameters()]) > LAYERS  # each page is read by each rank
+    dist.barrier()
+    ours = mapping("Rss", "Pss")
+    dist.barrier()  # until then nobody may end
+    return {**ours, "nbytes": manager.attachment.pieces.share.nbytes}
+
+
+def mapping(*wanted):
+    """Return what the system counts of the shared file's mappings of masters, in bytes."""
+    found = dict.fromkeys(wanted, 0)
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    inside = False
+    for line in lines:
+        name, _, rest = line.partition(":")
+        if "-" in name.split(" ")[0]:
+            inside = "memfd:oracle_offload" in line and " rw-s " not in line
+            assert not inside or " r--s " in line, f"masters may be written: {line}"
+        elif inside and name in found:
+            found[name] += int(rest.split()[0]) * 1024
+    return found
+
+
+def files(rank, size, folder):
+    """Weights come from files, each rank reading a part; compressed, too."""
+    for dtype, compress in ((torch.float32, None), (torch.bfloat16, "lossless")):
+        model = Model(seed=7, dtype=dtype)
+        expected = [model(inputs(rank, 0, dtype)), *(p.clone() for p in frozen(model).values())]
+        path = Path(folder) / f"{compress}.safetensors"
+        if rank == 0:
+            oracle_offload.save_weights(model, path)
+        dist.barrier()
+        with oracle_offload.empty_weights():
+            empty = Model(seed=7, dtype=dtype)
+        for one, other in zip(adapters(empty), adapters(model), strict=True):
+            one.to_empty(device="cpu").load_state_dict(other.state_dict())
+        manager = attach(empty, weights=path, compress=compress)
+        found = [empty(inputs(rank, 0, dtype)), *frozen(empty).values()]
+        assert all(map(torch.equal, found, expected)), compress
+        share = manager.attachment.pieces.share
+        whole = sum(p.nbytes for p in frozen(empty).values())
+        coded, kept = manager.attachment.coded_bytes()
+        if compress:
+            assert coded > 0.9 * whole and kept < 0.9 * coded and share.nbytes < 0.9 * whole
+        else:
+            assert coded == 0 and share.nbytes >= whole
+        manager.detach()
+    return "equal"
+
+
+def other_files(rank, size, folder):
+    """Files that are not the same ones are an error on all."""
+    path = Path(folder) / f"{rank}.safetensors"
+    oracle_offload.save_weights(Model(), path)
+    with oracle_offload.empty_weights():
+        model = Model()
+    return refused(lambda: oracle_offload.attach(model, "cpu", share="node", weights=path))
+
+
+def other_layout(rank, size, folder):
+    model = Model()
+    if rank == size - 1:
+        del model.blocks[3]
+    return refused(lambda: oracle_offload.attach(model, "cpu", share="node"))
+
+
+def other_values(rank, size, folder):
+    model = Model()
+    with torch.no_grad():
+        if rank == size - 1:
+            model.blocks[2].base.weight[5, 5] += 1
+    before = model.blocks[2].base.weight.clone()
+    said = refused(lambda: attach(model))
+    with torch.no_grad():
+        assert torch.equal(model.blocks[2].base.weight, before)
+        model.blocks[0].base.weight.zero_()  # it is this rank's own, as before
+    return said
+
+
+def one_fails(rank, size, folder):
+    """What is an error of one rank's own is one on all."""
+    options = {"vram_budget": "1KiB"} if rank == size - 1 else {}
+    model = Model()
+    return refused(lambda: oracle_offload.attach(model, "cpu", share="node", **options))
+
+
+def one_is_late(rank, size, folder):
+    if rank == size - 1:
+        return "never came"
+    return refused(lambda: attach(Model()))
+
+
+def descriptor(rank, size, folder):
+    """A process that may open no more files cannot be passed one."""
+    if rank:
+        opened = max(map(int, os.listdir("/proc/self/fd")))
+        receive = host_ranks.socket.recv_fds
+
+        def no_more(*args):
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1, most))
+            try:
+                return receive(*args)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 100, most))
+
+        host_ranks.socket.recv_fds = no_more
+    return refused(lambda: attach(Model()))
+
+
+def no_group(rank, size, folder):
+    dist.destroy_process_group()
+    return refused(lambda: attach(Model()))
+
+
+def no_place(rank, size, folder):
+    os.environ.pop("LOCAL_WORLD_SIZE")
+    return refused(lambda: attach(Model()))
+
+
+def other_number(rank, size, folder):
+    """One rank was told that there are fewer on this machine."""
+    if rank:
+        os.environ.update(LOCAL_WORLD_SIZE=str(size + 1), WORLD_SIZE=str(size + 1))
+        dist.get_world_size = lambda *group: size + 1
+    return refused(lambda: attach(Model()))
+
+
+def refused(call):
+    try:
+        call()
+    except OffloadError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
+def writes(rank, size, folder):
+    """One rank writes, while all wait; what any other call would write is refused."""
+    model, changed = Model(), Model(seed=3)
+    manager = attach(model)
+    x = inputs(0, 0)
+    model(x)
+    with manager.writing() as mine:
+        assert mine == (rank == 0)
+        if mine:
+            for p in frozen(model).values():
+                p.mul_(0.5)
+    halved = Model()
+    with torch.no_grad():
+        for p in frozen(halved).values():
+            p.mul_(0.5)
+    assert torch.equal(model(x), halved(x))
+    said = refused(lambda: model.load_state_dict(changed.state_dict()))
+    assert "manager.writing()" in said
+    with manager.writing():
+        model.load_state_dict(changed.state_dict())
+    assert torch.equal(model(x), changed(x))
+    manager.refresh()
+    generation = manager.attachment.pieces.share._generation()
+    assert generation == 6, generation
+    # A step of an optimizer that would write what is frozen.
+    given = next(iter(frozen(model).values()))
+    for call in (
+        lambda: oracle_offload.engines.before_frozen_write([given]),
+        lambda: MeZO([given]).step(),
+    ):
+        assert "that ranks share were about to be written" in refused(call)
+    # What is trained from now on is each rank's own.
+    weight = model.blocks[1].base.weight.requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=0.1 * (rank + 1))
+    model(x).sum().backward()
+    before = weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(weight.detach(), before.add(weight.grad, alpha=-0.1 * (rank + 1)))
+    assert weight.grad.any()
+    assert not manager.attachment.pieces.shared_at(weight.data_ptr())
+    changed.blocks[1].base.weight.data.copy_(weight.detach())
+    assert torch.equal(model(x), changed(x))
+    # A rank that took no part finds its copies stale.
+    dist.barrier()
+    share = manager.attachment.pieces.share
+    if rank == 0:
+        share._begin_generation()
+    dist.barrier()
+    manager.attachment.state.turned = True
+    try:
+        model(x).sum().backward()
+        model(x)
+    except oracle_offload.StaleWeightsError as error:
+        assert "ended before it was done" in str(error)
+    else:
+        raise AssertionError("stale copies were used")
+    dist.barrier()
+    # Once detached, a rank's weights are its own: no write reaches the others.
+    manager.detach()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(rank)
+    dist.barrier()
+    assert all(torch.all(p == rank) for p in model.parameters())
+    assert "was detached" in refused(lambda: share.ranks.exchange("late"))
+    return "done"
+
+
+class MeZO(torch.optim.Optimizer):
+    """Writes what it was given, which has no gradient."""
+
+    def __init__(self, given):
+        super().__init__(given, {})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(1)
+
+
+def saves(rank, size, folder):
+    """torch.distributed.checkpoint saves all and loads what is trained; FSDP is refused."""
+    model = Model()
+    manager = attach(model)
+    with torch.no_grad():
+        for layer in adapters(model):
+            layer.weight.add_(1)
+    only = dcp_state.StateDictOptions(ignore_frozen_params=True)
+    state = dcp_state.get_model_state_dict(model, options=only)
+    assert state.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    dcp.save(state, checkpoint_id=Path(folder) / "adapters")
+    dcp.save(model.state_dict(), checkpoint_id=Path(folder) / "all")
+    expected = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for layer in adapters(model):
+            layer.weight.zero_()
+    state = dcp_state.get_model_state_dict(model, options=only)
+    dcp.load(state, checkpoint_id=Path(folder) / "adapters")
+    dcp_state.set_model_state_dict(model, state, options=dcp_state.StateDictOptions(strict=False))
+    assert all(map(torch.equal, model.parameters(), expected))
+    other = Model(seed=9)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=Path(folder) / "all")
+    assert all(map(torch.equal, other.parameters(), expected))
+    for shard in (fully_shard, FullyShardedDataParallel):
+        for part in (model, model.blocks[1]):
+            said = refused(lambda shard=shard, part=part: shard(part))
+            assert "share='node'" in said and "detach first" in said
+    assert torch.equal(model(inputs(0, 0)), other(inputs(0, 0)))
+    manager.detach()
+    return "loaded"
+
+
+def starts(rank, size, folder):
+    model = Model()
+    expected = model(inputs(rank, 1))
+    manager = attach(model)
+    assert torch.equal(model(inputs(rank, 1)), expected)
+    return os.fstat(manager.attachment.pieces.share._file).st_ino
+
+
+STAGES = ("meet", "descriptor", "layout", "filled", "compared weights", "attached", "writing")
+
+
+def killed(rank, size, folder, victim, stage):
+    """One rank is killed as it comes to a stage; the others hear of it."""
+    exchange = host_ranks.LocalRanks.exchange
+
+    def until(self, what, value=None):
+        if what == stage:
+            os.write(told, json.dumps(time.monotonic()).encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+        return exchange(self, what, value)
+
+    if rank == victim:
+        host_ranks.LocalRanks.exchange = until
+    model = Model()
+
+    def calls():
+        manager = attach(model)
+        with manager.writing():
+            pass
+
+    return [refused(calls), time.monotonic()]
+
+
+# ---- starting and ending them ----
+
+
+def run(scenario, size, folder, patience_s=PATIENCE_S):
+    """Fork the ranks of a scenario and return how each has ended, and what it said."""
+    assert len(os.listdir("/proc/self/task")) == 1, "forking needs one thread"
+    folder.mkdir()
+    begun = time.monotonic()
+    ranks, rows = {}, []
+    for rank in range(size):
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reading)
+            _be_rank(scenario, rank, size, folder, writing, patience_s)
+        os.close(writing)
+        ranks[reading] = rank, pid
+    said = dict.fromkeys(range(size), b"")
+    open_pipes = set(ranks)
+    while open_pipes:
+        left = begun + LIMIT_S - time.monotonic()
+        ready, _, _ = select.select(list(open_pipes), [], [], max(0, left))
+        if not ready:
+            for reading in open_pipes:
+                os.kill(ranks[reading][1], signal.SIGKILL)
+            break
+        for reading in ready:
+            part = os.read(reading, 1 << 16)
+            said[ranks[reading][0]] += part
+            if not part:
+                open_pipes.discard(reading)
+    for reading, (rank, pid) in ranks.items():
+        os.close(reading)
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        rows.append({"code": code, "said": json.loads(said[rank] or "null")})
+    return {"ranks": rows, "seconds": time.monotonic() - begun, "left": left_segments()}
+
+
+def left_segments():
+    """Return the processes that have a segment of ours, among all that can be looked at."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            has = "memfd:oracle_offload" in Path(f"/proc/{pid}/maps").read_text()
+            files = os.scandir(f"/proc/{pid}/fd")
+            if has or any("memfd:oracle_offload" in os.readlink(file.path) for file in files):
+                group = os.getpgid(int(pid))
+                if group == os.getpgid(0):  # not those of other tests beside this one
+                    found.append(int(pid))
+    return found
+
+
+def _be_rank(scenario, rank, size, folder, writing, patience_s):
+    global told
+    told, code, said = writing, 1, None
+    try:
+        name, *more = scenario.split(":")
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ.update({key: str(value) for key, value in place.items()})
+        patience = timedelta(seconds=1 if name == "one_is_late" else patience_s)
+        meeting = f"file://{folder}/meet"
+        dist.init_process_group("gloo", meeting, patience, world_size=size, rank=rank)
+        if name == "killed":
+            more = [int(more[0]), more[1]]
+        said = globals()[name](rank, size, folder, *more)
+        assert not simulator.reports(), simulator.reports()[:3]
+        code = 0
+    except BaseException:
+        said = traceback.format_exc()
+    finally:
+        os.write(writing, json.dumps(said).encode())
+        os._exit(code)
+
+
+def prepare():
+    """Have everything imported and used once, and no thread left."""
+    model = Model()
+    with attach(model, None):
+        model(inputs(0, 0)).sum().backward()
+    copy.deepcopy(model)
+
+
+def main(folder, size, *scenarios):
+    os.setpgid(0, 0)
+    prepare()
+    for number, scenario in enumerate(scenarios):
+        row = run(scenario, size, Path(folder) / str(number))
+        print(json.dumps({"scenario": scenario, **row}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,159 @@
+"""Several ranks of one machine, on one copy of the frozen weights: real processes, on gloo."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="share='node' is for Linux"),
+]
+
+PROGRAM = Path(__file__).with_name("ranks.py")
+STAGES = ("meet", "descriptor", "layout", "filled", "compared weights", "attached", "writing")
+KILLS = [f"killed:{victim}:{stage}" for stage in STAGES for victim in (0, 1)]
+SCENARIOS = [
+    *("bits", "memory", "files", "writes", "saves"),
+    *("other_files", "other_layout", "other_values", "one_fails", "one_is_late"),
+    *("descriptor", "no_group", "no_place", "other_number"),
+    *("killed:0:filled", "killed:1:filled", "killed:1:meet", "killed:1:attached"),
+    *("killed:0:writing", "starts", "starts", "starts", "starts", "starts"),
+]
+
+
+def run(folder, size, scenarios, timeout_s):
+    """Return what the ranks of each scenario said; see `ranks.py`."""
+    ended = subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder), str(size), *scenarios],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "ORACLE_OFFLOAD_CACHE_DIR": str(folder / "cache")},
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """All scenarios at two ranks, from one process: importing torch is paid for once."""
+    return run(tmp_path_factory.mktemp("ranks"), 2, SCENARIOS, 540)
+
+
+def said(rows, name):
+    """Return what the ranks of a scenario said; all of them ended well and left nothing."""
+    (row,) = (row for row in rows if row["scenario"] == name)
+    for rank in row["ranks"]:
+        assert rank["code"] == 0, rank["said"]
+    assert not row["left"]
+    return [rank["said"] for rank in row["ranks"]]
+
+
+def test_ddp_over_shared_weights_has_the_bits_of_ddp_over_resident_models(two):
+    assert said(two, "bits") == ["equal", "equal"]
+
+
+def test_all_ranks_together_have_one_copy_of_the_weights(two):
+    check_one_copy(said(two, "memory"))
+
+
+def check_one_copy(ranks):
+    nbytes = ranks[0]["nbytes"]
+    assert nbytes > 800_000
+    assert all(rank["Rss"] == nbytes for rank in ranks), "each rank reads all of it"
+    assert abs(sum(rank["Pss"] for rank in ranks) - nbytes) <= 4096 * len(ranks)
+
+
+def test_weights_from_files_are_read_once_and_shared_compressed_too(two):
+    assert said(two, "files") == ["equal", "equal"]
+
+
+def test_one_rank_writes_while_all_wait_and_nobody_else_does(two):
+    assert said(two, "writes") == ["done", "done"]
+
+
+def test_distributed_checkpoints_load_what_is_trained_and_fsdp_is_refused(two):
+    assert said(two, "saves") == ["loaded", "loaded"]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "why"),
+    [
+        ("other_files", "rank 1 of this machine has another files than rank 0"),
+        ("other_layout", "rank 1 of this machine has another layout than rank 0 (24 there, 20 her"),
+        ("other_values", "rank 1 of this machine has other values of 'blocks.2.base.weight'"),
+        ("one_fails", "vram_budget='1KiB' is 1.00 KiB"),
+        ("descriptor", "rank 1 of this machine was refused the descriptor"),
+        ("no_group", "needs a process group, and there is none"),
+        ("no_place", "RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which say None"),
+        ("other_number", "rank 1 of this machine says {'local_world': 3"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_an_error_with_its_name_on_all(two, scenario, why):
+    ranks = said(two, scenario)
+    assert len(ranks) == 2
+    assert all(why in text for text in ranks), ranks
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_group_allows(two):
+    waited, _ = said(two, "one_is_late")
+    assert "1 did not come to attach within 1 s" in waited
+
+
+def check_kill(row):
+    """The other ranks hear at once of one that was killed, and no segment is left."""
+    _, victim, stage = row["scenario"].split(":")
+    killed_s = row["ranks"][int(victim)]["said"]
+    for number, rank in enumerate(row["ranks"]):
+        assert rank["code"] == (-9 if number == int(victim) else 0), rank["said"]
+        if number != int(victim):
+            why, heard_s = rank["said"]
+            assert f"rank {victim} of this machine is gone" in why, (stage, why)
+            assert heard_s - killed_s < 10
+    assert not row["left"]
+
+
+def test_five_ranks_killed_are_heard_of_and_leave_no_segment(two):
+    rows = [row for row in two if row["scenario"].startswith("killed")]
+    assert len(rows) == 5
+    for row in rows:
+        check_kill(row)
+
+
+def test_five_starts_share_each_a_segment_of_their_own_and_leave_none(two):
+    check_starts([row for row in two if row["scenario"] == "starts"], 5)
+
+
+def check_starts(rows, count):
+    assert len(rows) == count
+    for row in rows:
+        assert all(rank["code"] == 0 for rank in row["ranks"]), row
+        assert len({rank["said"] for rank in row["ranks"]}) == 1, "one file for all ranks"
+        assert not row["left"]
+
+
+@pytest.mark.slow
+def test_four_ranks_have_one_copy_and_the_bits_of_resident_models(tmp_path):
+    rows = run(tmp_path, 4, ["bits", "memory", "files", "writes", "saves"], 540)
+    assert said(rows, "bits") == ["equal"] * 4
+    check_one_copy(said(rows, "memory"))
+    assert said(rows, "files") == ["equal"] * 4
+    assert said(rows, "writes") == ["done"] * 4
+    assert said(rows, "saves") == ["loaded"] * 4
+
+
+@pytest.mark.slow
+def test_fifty_kills_and_a_hundred_starts(tmp_path):
+    kills = list(itertools.islice(itertools.cycle(KILLS), 50))
+    rows = run(tmp_path, 2, [*kills, *["starts"] * 100], 1200)
+    for row in rows[:50]:
+        check_kill(row)
+    check_starts(rows[50:], 100)
