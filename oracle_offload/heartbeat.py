@@ -22,6 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from .engines import DeviceState, open_states
 from .errors import OffloadError
+from .host import ranks
 from .host.cache import folder
 from .host.owned import check_folder, create_own, make_folder
 from .host.processes import is_alive, machine
@@ -50,6 +51,7 @@ def pulse(meter: Meter, /, **known: Any) -> dict[str, Any]:
         As for `Meter.read`.
     """
     numbers = meter.read(**known)
+    at = ranks.place()
     devices = [found for state in open_states() if (found := _device(state)) is not None]
     locked = sum(device["locked_bytes"] for device in devices)
     pageable = sum(device["pageable_bytes"] for device in devices)
@@ -58,6 +60,7 @@ def pulse(meter: Meter, /, **known: Any) -> dict[str, Any]:
         "pid": os.getpid(),
         "machine": machine(),
         "time_s": time.time(),
+        "place": None if at is None else {**at.as_row(), "job": ranks.job()},
         "numbers": numbers,
         "devices": devices,
         "host": asdict(host_memory(locked, pageable)),

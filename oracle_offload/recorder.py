@@ -22,6 +22,7 @@ from . import engines, snapshot
 from .attachment import attachments_on
 from .engines import DeviceState, Layout
 from .errors import OffloadError
+from .host.ranks import place
 from .locks import Lock
 from .pace import WARM_UP_STEPS
 from .phases import growth
@@ -627,6 +628,9 @@ class Recorder:
             "max_events": self._max_events,
             "timed_every": self._timed_every,
         }
+        at = place()
+        if at is not None:
+            header["place"] = at.as_row()
         return Recording(header, events)
 
     def export(self, path: Any, format: str | None = None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..host.cache import folder
 from ..host.sensors import Sensors
-from ..views.live import Live, heartbeats, path_of, read
+from ..views.live import Live, heartbeats, path_of, ranks_beside, read
 from ..views.terminal import FileError, columns, naming, obeys, put, show, wants_color
 
 EVERY_S = 1.0
@@ -121,10 +121,11 @@ def _chosen(pid: int | None) -> Path:
 
 def _with_card(live: Live, sensors: dict[str, Sensors]) -> Live:
     """Ask the card here, which costs the training nothing."""
+    others = ranks_beside(live)
     for device in live.document["devices"]:
         uuid = device["uuid"]
         if uuid is not None:
             if uuid not in sensors:
                 sensors[uuid] = Sensors(uuid)
-            return Live(live.document, sensors[uuid].read())
-    return live
+            return Live(live.document, sensors[uuid].read(), others)
+    return Live(live.document, others=others)

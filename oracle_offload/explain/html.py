@@ -22,13 +22,15 @@ def render(report: OomReport, *, page: bool) -> str:
 def _body(report: OomReport) -> list[str]:
     out = [f"<h2>{escape(report.verdict)}</h2>"]
     if not report.found:
-        return out
+        return out + ([f"<p>{escape(report.collective)}</p>"] if report.collective else [])
     cause = report.cause
     out.append(f"<p>Confidence {escape(cause.confidence)}: {escape(cause.why)}.</p>")
     out += [
         f"<p>Also ({escape(other.confidence)}): {escape(other.title)}: {escape(other.why)}.</p>"
         for other in report.causes[1:3]
     ]
+    if report.collective:
+        out.append(f"<p>{escape(report.collective)}</p>")
     out += html_bar(report.bar(), format_size)
     out += _facts(report)
     if report.fixes:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..host.json_lines import records_in
 from .cause import rank
+from .collectives import rank_of, waits
 from .fixes import plan
 from .history import Sign, is_recording, read_history, signs
 from .parse import find
@@ -87,8 +88,9 @@ def explain(
     if env is None:
         env = os.environ if isinstance(error, BaseException) else {}
     findings = [finding for finding in find(text) if finding.position >= since]
+    waiting = [wait for wait in waits(text) if since == 0]  # told once
     if not findings:
-        return OomReport()
+        return OomReport(waiting=waiting)
     finding = max(findings, key=lambda item: (item.template.strength, item.position))
     expandable = _expandable(env)
     shown: list[Sign] = []
@@ -98,7 +100,9 @@ def explain(
             steps = history_of(rows) if is_recording(rows) else rows
             shown = [*pieces_in(rows), *signs(steps)]
     causes = rank(finding, text, shown, expandable=expandable, ram=ram)
-    return OomReport(finding, causes, plan(finding, causes, expandable=expandable), findings)
+    fixes = plan(finding, causes, expandable=expandable)
+    failed = rank_of(text, finding.position)
+    return OomReport(finding, causes, fixes, findings, waiting=waiting, rank=failed)
 
 
 def machine_ram() -> int | None:

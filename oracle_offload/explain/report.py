@@ -9,6 +9,7 @@ from ..views.bars import text_bar
 from ..views.schema import schema
 from ..views.terminal import WIDEST, Text
 from .cause import Cause, where
+from .collectives import Wait, told
 from .facts import FACT_TITLES, Fact, format_size
 from .fixes import Fix
 from .parse import Finding
@@ -48,6 +49,10 @@ class OomReport:
         What to change, best first.
     findings : list of Finding
         Every message found, in the order of the text; `finding` is the one explained.
+    rank : int or None
+        The rank that printed it, where its line says so.
+    waiting : list of Wait
+        The ranks that say they waited for another, which is no cause.
     """
 
     def __init__(
@@ -56,11 +61,16 @@ class OomReport:
         causes: Sequence[Cause] = (),
         fixes: Sequence[Fix] = (),
         findings: Sequence[Finding] = (),
+        *,
+        waiting: Sequence[Wait] = (),
+        rank: int | None = None,
     ) -> None:
         self.finding = finding
         self.causes = list(causes)
         self.fixes = list(fixes)
         self.findings = list(findings)
+        self.waiting = list(waiting)
+        self.rank = rank
         self.found = finding is not None
         self.suspected = finding is not None and finding.template.strength == SUSPICION
         self.backend = finding.backend if finding is not None else None
@@ -74,6 +84,11 @@ class OomReport:
         """Return a fact in bytes, or None where the text does not state it."""
         fact = self.facts.get(name)
         return None if fact is None else fact.value
+
+    @property
+    def collective(self) -> str:
+        """What is to be said of ranks that waited for another; "" where none did."""
+        return told(self.found, self.rank, self.waiting)
 
     @property
     def shortfall(self) -> int | None:
@@ -112,6 +127,8 @@ class OomReport:
                 for process in (self.finding.processes if self.finding else ())
             ],
             "fixes": [fix._asdict() for fix in self.fixes],
+            "rank": self.rank,
+            "waiting": [wait._asdict() for wait in self.waiting],
             "messages_found": [
                 {"template": finding.template.name, "line": finding.line}
                 for finding in self.findings
@@ -177,10 +194,14 @@ class OomReport:
         out = Text(width, color=color)
         out.block(self.verdict, style="bold")
         if not self.found:
+            if self.collective:
+                out.block(self.collective, "  ", "  ")
             return str(out)
         out.block(f"confidence {self.cause.confidence}: {self.cause.why}", "  ", "  ")
         for cause in self.causes[1:3]:
             out.block(f"also ({cause.confidence}): {cause.title}: {cause.why}", "  ", "  ")
+        if self.collective:
+            out.block(self.collective, "  ", "  ")
         parts = self.bar()
         if parts:
             out.line()

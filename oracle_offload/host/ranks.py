@@ -17,7 +17,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,9 @@ class Place:
         """Return it for JSON."""
         return dict(vars(self))
 
+    def __str__(self) -> str:
+        return in_words(vars(self))
+
 
 def place() -> Place | None:
     """Return where this process stands, by what its launcher has set; None where none has."""
@@ -61,6 +64,20 @@ def place() -> Place | None:
     if not (0 <= local < here <= world and 0 <= rank < world):
         return None
     return Place(rank, world, local, here)
+
+
+def in_words(at: Mapping[str, int]) -> str:
+    """Return a `Place`, as a mapping, for people."""
+    where = f"rank {at['rank']} of {at['world']}"
+    if at["local_world"] != at["world"]:
+        where += f" ({at['local_rank']} of {at['local_world']} on its machine)"
+    return where
+
+
+def job() -> str:
+    """Return what the ranks of a job have alike, and those of another have not."""
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+    return " ".join(os.environ.get(name, "") for name in names)
 
 
 class LocalRanks:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..host.cache import folder
 from ..host.gpus import CLOCK_REASONS
 from ..host.owned import open_own
 from ..host.processes import is_alive, machine
+from ..host.ranks import in_words
 from .bars import text_bar
 from .memory import show_size
 from .page import page
@@ -55,6 +56,19 @@ def heartbeats() -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
+def ranks_beside(live: Live) -> list[Live]:
+    """Return the other ranks of the same job that have a heartbeat, in order."""
+    if live.document.get("place") is None:
+        return []
+    found: dict[int, Live] = {}
+    for path in heartbeats():  # the newest first: of a job before this one older ones may be left
+        with contextlib.suppress(OSError, ValueError):
+            other = read(path)
+            if live.is_beside(other):
+                found.setdefault(other.rank, other)
+    return [found[rank] for rank in sorted(found)]
+
+
 def read(path: Path) -> Live:
     """Return what a heartbeat file says.
 
@@ -86,12 +100,18 @@ class Live:
         As `heartbeat.pulse` returns it.
     sensors : mapping, optional
         Numbers of the card, that the watcher has asked it for itself.
+    others : sequence of Live
+        The other ranks of its job, in order.
     """
 
     def __init__(
-        self, document: Mapping[str, Any], sensors: Mapping[str, Any] | None = None
+        self,
+        document: Mapping[str, Any],
+        sensors: Mapping[str, Any] | None = None,
+        others: Sequence[Live] = (),
     ) -> None:
         self.document = document
+        self.others = others
         self.numbers: dict[str, Any] = {**document["numbers"], **(sensors or {})}
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,6 +143,7 @@ class Live:
             ("stalls", _stalls(value("stalls"), value("stall_s"), value("interval_s"))),
             ("hits", _hits(value("hits"), value("acquires"))),
         ]
+        rows += [(f"rank {other.rank}", other.in_short()) for other in self.others]
         if "power_w" in self.numbers:
             rows += [
                 ("power", _unit(value("power_w"), "W")),
@@ -148,8 +169,29 @@ class Live:
 
     def heading(self) -> str:
         """Return whose figures these are."""
-        pid, on = self.document["pid"], self.document["machine"]
-        return f"process {pid}" if on == machine() else f"process {pid} on {on}"
+        pid, on, at = (self.document.get(name) for name in ("pid", "machine", "place"))
+        process = f"process {pid}" if on == machine() else f"process {pid} on {on}"
+        return process if at is None else f"{in_words(at)}, {process}"
+
+    @property
+    def rank(self) -> int:
+        """Its number among the processes of its job; 0 where it is alone."""
+        at = self.document.get("place")
+        return 0 if at is None else int(at["rank"])
+
+    def in_short(self) -> str:
+        """Return the figures of one rank beside another's."""
+        steps = ", ".join(str(device["steps"]) for device in self.document["devices"])
+        late = "".join(f"; {note}" for note in self.notes())
+        step = show_seconds(self.numbers.get("step_s"))
+        return f"process {self.document['pid']}, {steps or 'no'} steps, {step} each{late}"
+
+    def is_beside(self, other: Live) -> bool:
+        """Whether this is another rank of the same job."""
+        here, there = self.document.get("place"), other.document.get("place")
+        if here is None or there is None or here["rank"] == there["rank"]:
+            return False
+        return bool(here["job"] == there["job"] and here["world"] == there["world"])
 
     def to_text(self, *, width: int = WIDEST, color: bool = False) -> str:
         """Return the view for a terminal, at most `width` (32 to 100) columns wide."""

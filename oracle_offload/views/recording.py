@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..host.ranks import in_words
 from ..host.replace import replace_file
 from ..sizes import format_size
 from .page import page
@@ -138,7 +139,8 @@ class Recording:
     # ---- text and page ----
 
     def _sentences(self) -> list[str]:
-        lines = []
+        at = self.header.get("place")
+        lines = [] if at is None else [f"of {in_words(at)}"]
         for device, mean in self.averages().items():
             if not mean["steps"]:
                 lines.append(

@@ -22,6 +22,7 @@ from ..attachment import Attachment, attachments_on
 from ..devices import Cuda, parse_device
 from ..engines import open_states, parent_process
 from ..errors import OffloadError
+from ..host.ranks import in_words, place
 from ..residents import list_residents, resident_bytes, resident_gradient_bytes
 from ..sizes import format_size
 from ..traffic import stalls_of, stalls_text
@@ -111,6 +112,9 @@ class ModelUsage(Usage):
     `budget_changes` is how often ``vram_budget="auto"`` has changed the arena, the last time
     because of `budget_reason`; None where the budget is another. `look_ahead_units` of the largest
     units find room in the arena beside the one in use.
+
+    `shared_bytes` of the host's memory for weights are one copy for `shared_by` ranks of the
+    machine, each of which counts them.
     """
 
     layers: int
@@ -140,6 +144,8 @@ class ModelUsage(Usage):
     look_ahead_units: int
     budget_changes: int | None
     budget_reason: str | None
+    shared_bytes: int = 0
+    shared_by: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +211,8 @@ class MemoryReport:
         Who holds the memory of the devices, and that of the host.
     notes : list of str
         What could not be read, and why.
+    place : dict or None
+        Where this process stands among the ranks of its job, under torchrun.
     """
 
     devices: list[DeviceUsage]
@@ -212,6 +220,7 @@ class MemoryReport:
     abbreviated: bool = False
     memory: list[Memory] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    place: dict[str, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data with a ``"schema"``."""
@@ -228,9 +237,10 @@ class MemoryReport:
     def _verdicts(self) -> list[str]:
         if not self.devices:
             return ["oracle_offload: no model is attached"]
+        first = [] if self.place is None else [in_words(self.place)]
         said = [(d.device, d.verdict) for d in self.devices if d.verdict is not None]
         texts = [(verdict.sentence(device), verdict.copies()) for device, verdict in said]
-        return [text for pair in texts for text in pair if text]
+        return [*first, *(text for pair in texts for text in pair if text)]
 
     def __str__(self) -> str:
         text = Text(_WIDTH + 2)
@@ -335,7 +345,10 @@ def memory_summary(
     host = _or_note(notes, "the host's memory", None, read_host)
     if host is not None:
         memory.append(host)
-    return MemoryReport(rows, sizes, abbreviated, memory, notes)
+    at = place()
+    return MemoryReport(
+        rows, sizes, abbreviated, memory, notes, None if at is None else at.as_row()
+    )
 
 
 _T = TypeVar("_T")
@@ -511,6 +524,7 @@ def _model_usage(state: DeviceState, attachment: Attachment, waits: Waits) -> Mo
     residents = {} if module is None else list_residents(module, attachment.reasons)
     left = 0 if module is None else resident_bytes(module)
     compressed, on_host = attachment.coded_bytes()
+    share = attachment.pieces.share
     return ModelUsage(
         name=attachment.name,
         **_counted(stats, _stalled(waits, attachment.unit_layers())),
@@ -545,6 +559,8 @@ def _model_usage(state: DeviceState, attachment: Attachment, waits: Waits) -> Mo
             if attachment.budget is None or attachment.budget.last is None
             else attachment.budget.last.why
         ),
+        shared_bytes=0 if share is None else share.nbytes,
+        shared_by=1 if share is None else share.ranks.at.local_world,
     )
 
 
@@ -640,6 +656,9 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
             f"{format_size(model.in_arena_bytes)} of {format_size(model.capacity_bytes)}",
         ),
     ]
+    if model.shared_by > 1:
+        shown = f"{format_size(model.shared_bytes)}, for {model.shared_by} ranks"
+        rows.append(("    on the host, in one copy", shown))
     if model.budget_changes is not None:
         times = "once" if model.budget_changes == 1 else f"{model.budget_changes} times"
         rows.append(

@@ -34,8 +34,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import oracle_offload  # noqa: E402
-from oracle_offload import OffloadError, simulator  # noqa: E402
+from oracle_offload import OffloadError, heartbeat, simulator  # noqa: E402
 from oracle_offload.host import ranks as host_ranks  # noqa: E402
+from oracle_offload.views import live  # noqa: E402
 
 WIDTH, LAYERS, RANK = 192, 6, 4
 PATIENCE_S = 60  # of a rank, for the others
@@ -405,6 +406,36 @@ def starts(rank, size, folder):
     manager = attach(model)
     assert torch.equal(model(inputs(rank, 1)), expected)
     return os.fstat(manager.attachment.pieces.share._file).st_ino
+
+
+def shown(rank, size, folder):
+    """A summary, a recording and a watcher say which rank they are of."""
+    os.environ["ORACLE_OFFLOAD_HEARTBEAT"] = "1"
+    os.environ["ORACLE_OFFLOAD_CACHE_DIR"] = str(Path(folder) / "cache")
+    if rank == 0:
+        (Path(folder) / "cache").mkdir(mode=0o700)
+    dist.barrier()
+    model = Model()
+    with oracle_offload.record() as recorder:
+        manager = attach(model)
+        train(rank, model, "plain")
+    heartbeat.start().write()
+    dist.barrier()  # all are there, and none goes yet
+    summary = manager.memory_summary()
+    lives = [live.read(path) for path in live.heartbeats()]
+    assert len(lives) == size
+    (own,) = (one for one in lives if one.document["pid"] == os.getpid())
+    beside = live.ranks_beside(own)
+    assert [one.rank for one in beside] == [number for number in range(size) if number != rank]
+    looked = live.Live(own.document, others=beside)
+    dist.barrier()
+    recording = recorder.recording()
+    usage = summary.devices[0].models[0]
+    assert usage.shared_by == size
+    assert usage.shared_bytes == manager.attachment.pieces.share.nbytes
+    assert recording.header["place"]["rank"] == rank == summary.to_dict()["place"]["rank"]
+    manager.detach()
+    return [str(summary), str(recording), str(looked)]
 
 
 STAGES = ("meet", "descriptor", "layout", "filled", "compared weights", "attached", "writing")

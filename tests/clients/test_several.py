@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).with_name("ranks.py")
 STAGES = ("meet", "descriptor", "layout", "filled", "compared weights", "attached", "writing")
 KILLS = [f"killed:{victim}:{stage}" for stage in STAGES for victim in (0, 1)]
 SCENARIOS = [
-    *("bits", "memory", "files", "writes", "saves"),
+    *("bits", "memory", "files", "writes", "saves", "shown"),
     *("other_files", "other_layout", "other_values", "one_fails", "one_is_late"),
     *("descriptor", "no_group", "no_place", "other_number"),
     *("killed:0:filled", "killed:1:filled", "killed:1:meet", "killed:1:attached"),
@@ -82,6 +82,15 @@ def test_one_rank_writes_while_all_wait_and_nobody_else_does(two):
 
 def test_distributed_checkpoints_load_what_is_trained_and_fsdp_is_refused(two):
     assert said(two, "saves") == ["loaded", "loaded"]
+
+
+def test_summary_recording_and_watcher_say_which_rank_they_are_of(two):
+    for rank, (summary, recording, looked) in enumerate(said(two, "shown")):
+        assert summary.splitlines()[0].startswith(f"rank {rank} of 2")
+        assert "on the host, in one copy" in summary and ", for 2 ranks" in summary
+        assert recording.splitlines()[0] == f"of rank {rank} of 2"
+        assert looked.startswith(f"rank {rank} of 2, process ")
+        assert f"rank {1 - rank}  " in looked and " steps, " in looked
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import json
 import os
@@ -14,6 +15,7 @@ from oracle_offload.explain.cause import TITLES, where
 from oracle_offload.explain.facts import FACT_TITLES
 from oracle_offload.explain.fixes import CATALOGUE, PLANS
 
+ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data" / "oom"
 GOLDEN = DATA / "golden"
 GiB, MiB = 1 << 30, 1 << 20
@@ -256,3 +258,38 @@ def test_a_process_list_without_this_process_is_read_as_from_a_container() -> No
     assert report.value("this_process") == round(23.5 * GiB)
     assert report.value("other_processes") is None  # none was listed: unknown, not zero
     assert report.cause.name == "too_big"
+
+
+NCCL = (
+    "[rank{0}]:[E ProcessGroupNCCL.cpp:563] [Rank {0}] Watchdog caught collective operation "
+    "timeout: WorkNCCL(SeqNum=812, OpType=ALLREDUCE) ran for 600084 milliseconds\n"
+)
+GLOO = (
+    "[rank2]: RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting "
+    "1800000ms for recv operation to complete\n"
+)
+
+
+def test_time_outs_of_other_ranks_follow_from_the_one_that_ran_out_of_memory() -> None:
+    text = "start\n[rank1]: " + device_text() + "\n" + NCCL.format(0) + NCCL.format(3) + GLOO
+    report = explain_oom(text)
+    assert report.cause.name == "too_big" and report.rank == 1
+    assert [(wait.rank, wait.line) for wait in report.waiting] == [(0, 3), (3, 4), (2, 5)]
+    said = " ".join(report.to_text().split())
+    assert "for ranks 0, 2, 3 (line 3) follows from this error of rank 1" in said
+    assert report.collective in html.unescape(report.to_html())
+
+
+def test_a_time_out_alone_is_no_error_of_memory_and_leads_to_the_other_ranks() -> None:
+    report = explain_oom(NCCL.format(3))
+    assert not report.found
+    said = " ".join(report.to_text().split())
+    assert "No out-of-memory error found" in said
+    assert "for rank 3 (line 1)" in said and "in their own logs" in said
+    assert report.collective in html.unescape(report.to_html())
+
+
+def test_the_rank_that_ran_out_did_not_wait_for_itself() -> None:
+    own = "[rank1]: " + device_text() + "\n" + NCCL.format(1)
+    assert explain_oom(own).collective == ""
+    assert "is gone: it was killed" in (ROOT / "oracle_offload/host/ranks.py").read_text("utf-8")
