@@ -17,8 +17,6 @@ from .geometry import unit_bytes
 from .intake import Intake
 from .layers.leaf import Leaf
 from .layers.swap import swap_in
-from .layers.trial import Trial
-from .layers.wrappers import wrapper_of
 from .selection import Chosen, choose_again, group_units, least_bytes
 from .views.progress import DelayedBar
 
@@ -207,11 +205,7 @@ def add_units(structure: Structure, units: Sequence[Sequence[Chosen]]) -> list[L
 
 def _add_unit(structure: Structure, unit: Sequence[Chosen]) -> list[Leaf]:
     attachment = structure.attachment
-    layers = []
-    for leaf in unit:
-        layers.append(leaf.kind(leaf.module, leaf.name, structure))
-        if leaf.doubtful:
-            layers[-1].trial = Trial(leaf.doubtful)
+    layers = [leaf.kind(leaf.module, leaf.name, structure) for leaf in unit]
     trainable = any(tensor.requires_grad for leaf in unit for tensor in leaf.tensors())
     number, members = attachment.state.engine.add_unit(
         attachment.model, [layer.told(layer.masters) for layer in layers], trainable
@@ -228,14 +222,8 @@ def _add_unit(structure: Structure, unit: Sequence[Chosen]) -> list[Leaf]:
 def take_over_calls(layers: Sequence[Leaf]) -> None:
     """Let the modules of `layers` compute with borrowed weights from now on."""
     for layer in layers:
-        module = layer.module()
-        wrapper = None
-        if module is not None and "forward" in module.__dict__:
-            wrapper = wrapper_of(module)
         for part in layer.modules():
             swap_in(part, layer)
-        if module is not None and wrapper is not None:
-            layer.attachment.redirect(wrapper, module)
 
 
 def take_anew(structure: Structure, root: nn.Module, called: Iterable[nn.Module | None]) -> bool:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _core, engines, masters
 from ._core import HostBuffer
@@ -54,8 +53,6 @@ class Attachment:
     ----------
     layers : list of Leaf
         The managed ones, in module order.
-    leaving : list of Leaf
-        Those that are on the device for good; see `oracle_offload.layers.trial`.
     budget : Budget or None
         How the arena follows what the steps leave of the device, where it does.
     order : OrderFile or None
@@ -82,7 +79,6 @@ class Attachment:
         self.state = state
         self.name = type(module).__name__
         self.layers: list[Leaf] = []
-        self.leaving: list[Leaf] = []
         self.reasons = reasons
         self.kept_bytes = kept_bytes
         self.budget: Budget | None = None
@@ -93,9 +89,6 @@ class Attachment:
         self.compressed_because = ""
         self.lost: dict[str, weakref.ref[nn.Module]] = {}
         self._maybe_lost: list[Leaf] = []
-        # LoRA-style wrappers of managed layers, and what they called before, by weak references:
-        # a wrapper holds its layer, which may be the model.
-        self._wrappers: Any = WeakIdKeyDictionary()
         self.trained_units: set[int] = set()
         self.arena = Arena(state)
         self.pieces = masters.Pieces(state, self.name, lock_limit)
@@ -360,7 +353,7 @@ class Attachment:
 
     def forget_views(self) -> None:
         """Let go of views into the arena: they keep their segment's memory alive."""
-        for layer in [*self.layers, *self.leaving]:
+        for layer in list(self.layers):
             layer.views.clear()
 
     def held(self) -> list[Leaf]:
@@ -583,22 +576,6 @@ class Attachment:
                     self.reasons[name],
                 )
 
-    # ---- wrappers ----
-
-    def redirect(self, wrapper: Any, module: nn.Module) -> None:
-        """Let a wrapper, which calls what it found on `module`, call the managed forward."""
-        if wrapper not in self._wrappers:
-            self._wrappers[wrapper] = weakref.WeakMethod(wrapper.org_forward)
-        wrapper.org_forward = type(module).forward.__get__(module)
-
-    def restore_wrappers(self) -> None:
-        """Undo every `redirect`."""
-        for wrapper, found in list(self._wrappers.items()):
-            original = found()
-            if original is not None:
-                wrapper.org_forward = original
-        self._wrappers.clear()
-
     # ---- closing ----
 
     def close(self) -> None:
@@ -714,10 +691,9 @@ class Attachment:
         """Make the layers ordinary ones again."""
         self.stand_ins.forget()
         with self.state.lock:
-            for layer in [*self.layers, *self.leaving]:
+            for layer in list(self.layers):
                 self._release_layer(layer)
             self.layers.clear()
-            self.leaving.clear()
             Layout.version += 1  # what lies there next is no master
 
     def _release_layer(self, layer: Leaf) -> None:

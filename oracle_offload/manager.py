@@ -8,6 +8,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -34,7 +35,6 @@ from .disk.loading import Loading
 from .disk.quantising import Quantize
 from .engines import DeviceState, open_state, opened
 from .errors import OffloadError
-from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
 from .geometry import aligned, stored_bytes, unit_bytes
 from .host import memory
@@ -121,7 +121,6 @@ class MemoryManager:
         self.home = _HOST  # where the weights were before attach
         self.answers: Answers | None = None
         self.finalizer: Any = None
-        self.first_forward: FirstForward | None = None
 
     @classmethod
     def attach(
@@ -220,6 +219,17 @@ class MemoryManager:
         finally:
             self._forget_copies()
 
+    def on_device(self) -> AbstractContextManager[None]:
+        """Let weights answer as they do inside the model's forward, for a ``with`` block.
+
+        Outside of forwards and backwards ``layer.weight`` is the Parameter, on the host. In the
+        block it is on the device, borrowed for each operator: for a loss that computes with
+        ``model.lm_head.weight``.
+        """
+        self.state.check_process()
+        self.structure.settle()
+        return self.structure.on_device()
+
     def memory_summary(self, abbreviated: bool = False) -> Any:
         """Return the `MemoryReport` of this model."""
         from .views.summary import memory_summary
@@ -256,9 +266,6 @@ class MemoryManager:
         self.state.check_process()
         self.attachment.close_patiently()
         self.finalizer.detach()
-        if self.first_forward is not None:
-            self.first_forward.end()
-        self.attachment.restore_wrappers()
         module.__dict__.pop(ATTRIBUTE, None)
         if self.answers is not None:
             self.answers.end()
@@ -550,7 +557,6 @@ def _attach(
     note_moved(module.parameters())
     other_libraries.bring_together()
     structure.watch()
-    manager.first_forward = watch_first_forward(structure)
     logger.info("attached %r; %d layers stay resident", manager, len(chosen.resident))
     _warn_of_unknown_formats(module, attachment.name)
     _warn_of_residents(manager, kept)

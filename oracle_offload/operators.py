@@ -49,11 +49,16 @@ def autocast_reaches_kernels() -> Iterator[None]:
     is known until this is called again: as each module is called that is watched.
     """
     before = getattr(_thread, "autocast", None)
-    _thread.autocast = _nesting(), _enabled_keys()
+    note_autocast()
     try:
         yield
     finally:
         _thread.autocast = before
+
+
+def note_autocast() -> None:
+    """Let kernels compute under autocast as it is now, as long as no region begins or ends."""
+    _thread.autocast = _nesting(), _enabled_keys()
 
 
 def _nesting() -> int:

@@ -6,10 +6,8 @@ in a way that is known (`oracle_offload.layers.formats`). Every other plain floa
 lent to the forward that computes with it (`oracle_offload.layers.any`), unless it is small. What
 stays resident: small tensors, adapters, what is tied to a tensor that is not managed.
 
-A parent's code that uses a child's tensors without calling the child has them lent to it. Where
-such a use stands in a branch, which may never be taken, a leaf with an operator is managed on
-trial, see `oracle_offload.layers.trial`. What the rules cannot see (a weight handed around in a
-variable) fails the watch over the first forward, see `oracle_offload.first_forward`.
+Code that uses a weight without calling its layer reads it while the model computes, and gets what
+borrows it (`oracle_offload.layers.handle`): it has no say here.
 """
 
 from __future__ import annotations
@@ -19,22 +17,21 @@ import difflib
 import fnmatch
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ._core import ALIGNMENT
-from .direct_uses import Used, used_directly
 from .errors import OffloadError
 from .geometry import memory_of, tensor_bytes, unit_bytes
 from .layers.any import AnyLayer, any_kind
 from .layers.formats import held_tensors
 from .layers.kinds import layer_type
 from .layers.leaf import Leaf, unfit_tensor
-from .layers.swap import HANDLE, has_own_forward, is_managed
-from .layers.wrappers import reader_of, wrapper_of
+from .layers.quantised import QuantisedLayer
+from .layers.swap import HANDLE, casts_layerwise, is_managed
 from .operators import tensors_in
 from .sizes import KIB, MIB, format_size
 
@@ -57,7 +54,6 @@ class Chosen:
     module: nn.Module
     kind: type[Leaf]
     block: str
-    doubtful: dict[tuple[str, int], str] = field(default_factory=dict)  # see `Trial`
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are to lie on the host."""
@@ -118,8 +114,7 @@ def choose(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
     resident: dict[str, str] = {}
     leaves: list[Chosen] = []
     adapters = _below_adapters(modules)
-    used = used_directly(modules.values())
-    lenders = _Lenders(modules, used)
+    lenders = _Lenders(modules)
     parameters: dict[str, str] = {}
     others: list[tuple[str, nn.Module, str]] = []
     for name, module in modules.items():
@@ -127,19 +122,14 @@ def choose(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
         reason = (
             "named in ignore_modules" if id(module) in ignored_modules else ""
         ) or adapters.get(id(module), "")
-        if kind is None or (kind.may_be_tried and lenders.takes_from(module)):
+        if kind is None or (kind is not QuantisedLayer and lenders.takes_from(module)):
             others.append((name, module, reason))
             continue
-        reason = (
-            reason
-            or ("" if kind.may_be_tried else lenders.why_not(module))
-            or _unfit(kind, module, ignored_tensors)
-        )
+        reason = reason or _unfit(kind, module, ignored_tensors)
         if reason:
             resident[name] = reason
             continue
-        sites = used[id(module)].sites if id(module) in used else {}
-        leaves.append(Chosen(name, module, kind, _block_of(name, modules), sites))
+        leaves.append(Chosen(name, module, kind, _block_of(name, modules)))
     lent = lenders.lend(others, ignored_tensors, parameters)
     _keep_small(root, lent, parameters)
     leaves.extend(_lending_leaves(lent, modules))
@@ -206,27 +196,13 @@ class _Lent:
 class _Lenders:
     """Which module's forward computes with a Parameter that has no operator of its own."""
 
-    def __init__(self, modules: dict[str, nn.Module], used: dict[int, Used]) -> None:
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
-        self._used = used
         self._names = {id(module): name for name, module in modules.items()}
 
     def takes_from(self, module: nn.Module) -> bool:
-        """Whether other code computes with the tensors of `module` instead of calling it."""
-        used = self._used.get(id(module))
-        if used is not None and used.certain:
-            return True
-        return self._attention_over(module) is not None or reader_of(module) is not None
-
-    def why_not(self, module: nn.Module) -> str:
-        """Say what computes with the tensors of a layer that can be lent to nobody else."""
-        used = self._used.get(id(module))
-        if used is not None:
-            return f"{next(iter(used.sites.values()))} uses its weight without calling it"
-        if (attention := self._attention_over(module)) is not None:
-            return _part_of(attention)
-        reader = reader_of(module)
-        return "" if reader is None else _read_by(reader)
+        """Whether the tensors of `module` are lent for the call of another, or around its own."""
+        return self._attention_over(module) is not None or casts_layerwise(module)
 
     def _attention_over(self, module: nn.Module) -> str | None:
         """Return the ``nn.MultiheadAttention`` that `module` is part of, by name."""
@@ -264,45 +240,24 @@ class _Lenders:
         """Return in whose forward `module` has its tensors, why in none, and why it is lent."""
         if isinstance(module, torch.jit.ScriptModule):
             return "", f"{name or 'the model'} is compiled TorchScript", ""
-        used = self._used.get(id(module))
-        where = "" if used is None else next(iter(used.sites.values()))
         why = f"{type(module).__name__} has no operator of its own here"
         lender: str = name
-        if (reader := reader_of(module)) is not None:
-            why = _read_by(reader)
-        if used is not None and used.certain:
-            why = f"{where} uses its weight without calling it"
-            users = [self._names[user] for user in used.users]
-            if len(users) > 1 or not _is_below(name, users[0]):
-                return "", why, ""
-            lender = users[0]
+        if casts_layerwise(module):
+            why = "layerwise casting replaces its weight around each call"
         elif (attention := self._attention_over(module)) is not None:
             why = _part_of(attention)
             lender = attention
-        elif used is not None:
-            return "", f"{where} may use its weight without calling it", ""
         if getattr(module, "max_norm", None) is not None:
             return "", "max_norm writes its weight in forward", ""
         while type(self._modules[lender]).forward is nn.Module.forward:
             if not lender:
                 return "", "no module that it is part of has a forward", ""
             lender = lender.rpartition(".")[0]
-        found = self._modules[lender]
-        if "forward" in found.__dict__ and not has_own_forward(found) and not reader_of(found):
-            return "", f"the forward of {lender or 'the model'} was replaced", ""
         return lender, "", why
-
-
-def _read_by(reader: Any) -> str:
-    return f"{type(reader).__name__} uses its weight without calling it"
 
 
 def _part_of(attention: str) -> str:
     return f"part of MultiheadAttention '{attention}', which computes with it"
-
-
-def _is_below(name: str, parent: str) -> bool:
-    return not parent or name.startswith(f"{parent}.")
 
 
 def _keep_small(root: nn.Module, lent: list[_Lent], resident: dict[str, str]) -> None:
@@ -335,7 +290,7 @@ def _lending_leaves(lent: list[_Lent], modules: dict[str, nn.Module]) -> list[Ch
         Chosen(
             lender,
             modules[lender],
-            any_kind(tuple(names), around_call=reader_of(modules[lender]) is not None),
+            any_kind(tuple(names), around_call=casts_layerwise(modules[lender])),
             _block_of(lender, modules),
         )
         for lender, names in by_lender.items()
@@ -489,9 +444,8 @@ def _unfit(kind: type[Leaf], module: nn.Module, ignored_tensors: set[int]) -> st
     for key, tensor in [*module._parameters.items(), *kind.named_tensors(module).items()]:
         if id(tensor) in ignored_tensors:
             return f"'{key}' is named in ignore_modules"
-    replaced = "forward" in module.__dict__ and not has_own_forward(module)
-    if replaced and wrapper_of(module) is None:
-        return "its forward was replaced"
+    if kind is QuantisedLayer and casts_layerwise(module):
+        return "layerwise casting replaces its weight around each call"
     return ""
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +16,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from . import admission, other_libraries
 from .attachment import Attachment
-from .direct_uses import used_directly
 from .layers.any import find_wrappers, wrap
 from .layers.leaf import Leaf
-from .layers.swap import HANDLE
-from .layers.trial import put_on_trial
+from .layers.swap import ENTRY_METHODS, HANDLE
 from .locks import Lock
 from .residents import move_residents
 
@@ -26,18 +26,20 @@ _attached: weakref.WeakSet[Structure] = weakref.WeakSet()
 _registration_hooks: list[Any] = []
 _settle_hooks: list[Any] = []
 _CALL = nn.Module._call_impl.__code__
+# Of a frame that computes with its `self`. Not `forward`, which is called by these: what is read of
+# a frame's variables keeps what they hold, up to Python 3.12, and its own are activations.
+_CALLS = frozenset({nn.Module.__call__.__name__, *ENTRY_METHODS} - {"forward"})
+_graph_task = torch._C._current_graph_task_id
 # Each yields the innermost frames of calls that have been set aside: no thread is in them now.
 frames_aside: list[Callable[[], Iterable[FrameType]]] = []
 
 
-class Listener(Protocol):
-    """Who wants to hear of a model's structure."""
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.on_device: dict[int, int] = {}  # depth, by the `id` of a structure
 
-    def structure_changed(self) -> None:
-        """Another kind of module, parameter or buffer was registered."""
 
-    def structure_settled(self) -> None:
-        """Everything new has been looked at, and lies on the device."""
+_thread = _Thread()
 
 
 class Structure:
@@ -56,8 +58,6 @@ class Structure:
         Where everything goes that is not managed.
     changed : bool
         Whether `settle` has something to do.
-    listeners : list of Listener
-        Told of changes, and when the structure has settled.
     """
 
     def __init__(self, module: nn.Module, attachment: Attachment) -> None:
@@ -67,7 +67,6 @@ class Structure:
         self.attachment = attachment
         self.device = attachment.state.device
         self.changed = False
-        self.listeners: list[Listener] = []
 
     @property
     def module(self) -> nn.Module | None:
@@ -77,6 +76,32 @@ class Structure:
     def contains(self, module: nn.Module) -> bool:
         """Whether `module` is part of the model, as it was when it last settled."""
         return id(module) in self._parts and self._module() is not None
+
+    def is_inside(self) -> bool:
+        """Whether this thread computes with the model: in a call of it or of a part, in a backward.
+
+        Asked where a weight is read, and seldom: so the frames tell, and calls need note nothing.
+        """
+        if _graph_task() != -1 or _thread.on_device.get(id(self)):
+            return True
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_name in _CALLS:
+                called = frame.f_locals.get("self")
+                if isinstance(called, nn.Module) and self.contains(called):
+                    return True
+            frame = frame.f_back
+        return False
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Let weights answer as inside a call, for a ``with`` block."""
+        depths, key = _thread.on_device, id(self)
+        depths[key] = depths.get(key, 0) + 1
+        try:
+            yield
+        finally:
+            depths[key] -= 1
 
     def watch(self) -> None:
         """Hear of what is added to modules from now on: an adapter, a parametrisation."""
@@ -94,13 +119,6 @@ class Structure:
     def end(self) -> None:
         """Hear no more: the model was detached."""
         _attached.discard(self)
-
-    def registered(self, before: Any, now: Any) -> None:
-        """Look again later; tell the listeners unless like was only replaced by like."""
-        self.changed = True
-        if type(before) is not type(now):
-            for listener in self.listeners:
-                listener.structure_changed()
 
     def settle_soon(self) -> None:
         """Settle before the next call of any part of the model, managed or not."""
@@ -133,20 +151,9 @@ class Structure:
                     attachment.warn_of_lost()
                 move_residents(module.modules(), self.device, attachment.pieces)
                 other_libraries.bring_together()
-                self._look_for_direct_uses(module)
                 self._parts = frozenset(id(part) for part in module.modules())
-                for listener in self.listeners:
-                    listener.structure_settled()
                 self.changed = is_due
                 attachment.pieces.give_back()
-
-    def _look_for_direct_uses(self, module: nn.Module) -> None:
-        """Put layers on trial whose weight a module that came since may use directly."""
-        found = used_directly(module.modules())
-        for layer in list(self.attachment.layers):
-            leaf = layer.module()
-            if leaf is not None and id(leaf) in found and layer.may_be_tried:
-                put_on_trial(leaf, found[id(leaf)].sites)
 
 
 def _calls_begun() -> Iterator[nn.Module]:
@@ -180,7 +187,7 @@ def _registered(parent: nn.Module, before: Any, now: Any) -> None:
         return
     for structure in list(_attached):
         if structure.contains(parent):
-            structure.registered(before, now)
+            structure.settle_soon()
 
 
 def _settle_first(module: nn.Module, args: Any) -> None:

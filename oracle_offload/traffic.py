@@ -55,6 +55,8 @@ class Traffic:
     derived_bytes : dict of str to int
         Bytes computed from the weights of a layer, by name, that autograd keeps on the device until
         backward: casts, sums.
+    beside_bytes : dict of str to int
+        Bytes of a layer, by name, that had no room in the arena for an operator on many weights.
     """
 
     def __init__(self, name: str) -> None:
@@ -68,6 +70,7 @@ class Traffic:
         self.rows_read = 0
         self.rows_bytes = 0
         self.derived_bytes: dict[str, int] = {}
+        self.beside_bytes: dict[str, int] = {}
         self._before = (0, 0)
 
     def end_step(self, h2d_bytes: int, d2h_bytes: int) -> None:
@@ -90,6 +93,18 @@ class Traffic:
             )
         if nbytes:
             self.computed_bytes[layer] = nbytes
+
+    def note_beside(self, layer: str, nbytes: int) -> None:
+        """Count weights that are copied beside the arena, for one operator; warn once."""
+        if not self.beside_bytes:
+            logger.warning(
+                "%s: code reads the weight of '%s' together with more than the arena holds, or "
+                "takes its address: %s are copied beside the arena for that, each time.",
+                self._name,
+                layer,
+                format_size(nbytes),
+            )
+        self.beside_bytes[layer] = nbytes
 
     def note_run_again(self, flops: float) -> None:
         """Count a forward operator that backward has run again."""

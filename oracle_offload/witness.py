@@ -6,8 +6,6 @@ hold the same bits. `Witness` is a dispatch mode that sees every operator below 
 fails one that touches a master; on the simulated device it also declares what operators read and
 write of the arena and of masters, so that the race detector sees what really happened, and, with a
 clock, charges each operator's time.
-
-A milder one watches the first forward of every attached model, see `oracle_offload.watch`.
 """
 
 from __future__ import annotations

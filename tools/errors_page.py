@@ -61,15 +61,6 @@ NOTES: dict[str, dict[str, str]] = {
             "accelerate's offloading or diffusers' group offloading is on this model and does what "
             "`attach` does. The message names the call that takes it off: use one of them."
         ),
-        "the simulated device is full": (
-            "A layer had to move to the simulated device for good, which has no room left; see the "
-            "message about the layer that this one ends."
-        ),
-        "instead of calling the layer, and the device has no room": (
-            "Code computes with the weight of a layer instead of calling it, so the weight has to "
-            "lie on the device. Make room with a higher `offload_percent` or a smaller "
-            "`vram_budget`, or name the layer in `ignore_modules`."
-        ),
         "has no layer to manage": (
             "Nothing in it computes with exactly `nn.Linear.forward` or `nn.Conv2d.forward` "
             "and plain floating-point weights, or all of it is in `ignore_modules`. Quantised"
@@ -439,12 +430,13 @@ NOTES: dict[str, dict[str, str]] = {
         ),
     },
     "Lending to a module's forward": {
-        "which lie on the host: what it writes": (
-            "The module changes its own weight in forward (a codebook, weight clipping). Leave it "
-            "resident."
+        "of a managed layer cannot be a tensor like that": (
+            "Code gave a weight new `.data` in a forward that cannot be on the host for it (with "
+            "gaps, on another device). Give it outside of the forward."
         ),
-        "writes to the weights of": (
-            "The module changes its own weight in forward, through `.data`. Leave it resident."
+        "and autograd records it": (
+            "The module changes its own weight in forward where autograd records: then it is no "
+            "Parameter any more. Write under `torch.no_grad()`, or leave it resident."
         ),
         "has been inside the forward of": (
             "Two threads compute with one module, and one of them does not come out. Give each "

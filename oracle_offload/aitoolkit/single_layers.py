@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import manager, selection
 from ..layers.kinds import layer_type
 from ..layers.swap import HANDLE, is_managed, swap_in, swap_out
-from ..layers.wrappers import wrapper_of
 from .memory_manager import mark, mark_layer, unmark
 
 # AI-Toolkit's table of streams by device. There is none here to forget: engines are shared, and
@@ -42,11 +40,10 @@ def _ensure_cpu_pinned(t: Tensor | None) -> Tensor | None:
 class _Waiting:
     """In a layer's place until its model is attached; calling the layer attaches it."""
 
-    trial = None
     lends_to_code = False
     names: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
-    on_device = True  # so `.to()` moves the module as any other
+    waits = True  # so `.to()` moves the module as any other
 
     @classmethod
     def stands_below(cls, module_class: Any) -> None:
@@ -55,6 +52,15 @@ class _Waiting:
     def __init__(self, group: _Group, module: nn.Module) -> None:
         self.attachment = group
         self._module = weakref.ref(module)
+
+    def read(self, module: nn.Module, key: str) -> None:
+        """Return None: what is read is what lies there."""
+
+    traced_read = read
+
+    def placed_again(self, value: Any) -> Any:
+        """Return what is to lie under a name: `value`."""
+        return value
 
     def is_lending(self) -> bool:
         """Whether device tensors stand in the places of its Parameters: never."""
@@ -79,8 +85,6 @@ class _Group:
         self._chosen: set[str] = set()  # by name: what is quantised meanwhile may be replaced
         self._waiting: list[weakref.ref[nn.Module]] = []
         self._manager: manager.MemoryManager | None = None
-        # Weak, as what is told of the original's end must not keep it: a wrapper holds its layer.
-        self._wrappers: Any = WeakIdKeyDictionary()
         # A layer that waits may be quantised, and so replaced: then it is no call of it that tells.
         hook = torch.compiler.disable(self._attach_first)
         self._hook = register_module_forward_pre_hook(hook)
@@ -96,11 +100,7 @@ class _Group:
             for parameter in module._parameters.values():
                 if type(parameter) is nn.Parameter:
                     parameter.data = parameter.data.to("cpu")
-        wrapper = wrapper_of(module)
         swap_in(module, _Waiting(self, module))  # type: ignore[arg-type]
-        if wrapper is not None:
-            self._wrappers[wrapper] = weakref.WeakMethod(wrapper.org_forward)
-            wrapper.org_forward = type(module).forward.__get__(module)
         self._waiting.append(weakref.ref(module))
         self._chosen.add(self._names[module])
 
@@ -139,10 +139,6 @@ class _Group:
         waiting = [m for m in waiting if isinstance(m.__dict__.get(HANDLE), _Waiting)]
         for module in waiting:
             swap_out(module)
-        for wrapper, found in list(self._wrappers.items()):
-            original = found()
-            if original is not None:
-                wrapper.org_forward = original
 
     def _end(self) -> None:
         """The original has let go of its manager: at detach, at free, or with the model."""

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import starmap
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,9 @@ from ..gradients import note_trainable
 from ..locks import Lock
 from .compiled import Whole
 from .flatten import is_wrapper, value_at
+from .handle import Handle, Readable
 from .leaf import Masters, Tensors, version_of
-from .loan import Borrower, forward_kind, once_differentiable
+from .loan import forward_kind, once_differentiable
 from .swap import HANDLE, base_class, swap_in, weight_lists
 
 if TYPE_CHECKING:
@@ -88,6 +89,11 @@ class Places(Mapping[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
 
+    def name_of(self, module: nn.Module, key: str) -> str | None:
+        """Return the name of the tensor that ``module.<key>`` is; None where it is none."""
+        own: Any = module._parameters
+        return next((n for n, (where, k) in self._rows.items() if k == key and where is own), None)
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -134,7 +140,7 @@ class Places(Mapping[str, Any]):
         return functools.partial(collections.deque, starmap(operator.setitem, rows), 0)
 
 
-class AnyLayer(Whole, Borrower):
+class AnyLayer(Whole, Readable):
     """A leaf whose tensors are lent to code that computes with them as it likes.
 
     Parameters
@@ -149,7 +155,6 @@ class AnyLayer(Whole, Borrower):
 
     lends_to_code = True
     floating = False  # the code knows what its numbers mean
-    may_be_tried = False
 
     parameters: Places
 
@@ -178,8 +183,13 @@ class AnyLayer(Whole, Borrower):
         """Return the keys of those Parameters of `module` that are lent."""
         return self.parameters.owners.get(id(module), (None, set()))[1]
 
+    def name_of(self, module: nn.Module, key: str) -> str | None:
+        """Return the name of the leaf's tensor that ``module.<key>`` is; None where it is none."""
+        return self.parameters.name_of(module, key)
+
     def forget_masters(self) -> None:
         """Let go of the tensors, so that their memory can go; they are current no more."""
+        super().forget_masters()
         self.masters = Masters(self, dict.fromkeys(self.names, torch.empty(0, device="cpu")))
         self.parameters = Places(nn.Module(), ())
 
@@ -239,17 +249,19 @@ class AnyLayer(Whole, Borrower):
         try:
             slot = self.borrow(forward_kind(task, records), task)
             lent.update(self._tensors_in(slot))
-            versions = [tensor._version for tensor in lent.values()]
+            before = [(_writes_to(tensor), tensor.grad_fn) for tensor in lent.values()]
+            notes = _Notes(self, slot) if records and _hooks_allowed() else None
             with self.parameters.lending(lent):
-                if records and _hooks_allowed():
-                    notes = _Notes(self, slot)
-                    with saving(notes.pack, notes.unpack):
+                try:
+                    if notes is not None:
+                        with saving(notes.pack, notes.unpack):
+                            result = call()
+                    else:
                         result = call()
-                else:
-                    result = call()
-                # A parametrisation that comes and goes sets each to itself: no write of bytes.
-                if not self.wrappers and versions != [t._version for t in lent.values()]:
-                    self._refuse_writes(lent, versions)
+                finally:
+                    # A parametrisation that comes and goes sets each to itself: no write of bytes.
+                    if not self.wrappers:
+                        self._take_over(lent, before, notes)
         finally:
             slot = None
             lent.clear()  # a traceback may keep this frame
@@ -267,16 +279,33 @@ class AnyLayer(Whole, Borrower):
         self._turn.acquire()
         self.parameters.put(lent)
 
-    def _refuse_writes(self, lent: dict[str, Tensor], versions: list[int]) -> None:
+    def _take_over(
+        self, lent: dict[str, Tensor], before: Sequence[tuple[int, Any]], notes: _Notes | None
+    ) -> None:
+        """Write to the masters what code has written to what it was lent."""
+        written = [
+            (name, tensor, node)
+            for (name, tensor), (writes, node) in zip(lent.items(), before, strict=True)
+            if _writes_to(tensor) != writes
+        ]
+        if not written:
+            return
         state = self.state
+        state.engine.settle()
         state.engine.refresh(self.attachment.model)
-        written = [n for n, v in zip(lent, versions, strict=True) if lent[n]._version != v]
-        names = [f"{self.name}.{name}".lstrip(".") for name in written]
-        raise OffloadError(
-            f"the forward of '{self.name}' writes to its {' and '.join(written)}, which lie on the "
-            "host: what it writes to the device's copy would be lost. Leave them resident: "
-            f"attach(..., ignore_modules={names})."
-        )
+        for name, tensor, node in written:
+            if tensor.grad_fn is not node:
+                named = [f"{self.name}.{name}".lstrip(".")]
+                raise OffloadError(
+                    f"the forward of '{self.name}' writes to its {name}, and autograd records it: "
+                    "that is no Parameter any more. Write under torch.no_grad(), or leave it "
+                    f"resident: attach(..., ignore_modules={named})."
+                )
+            master = self.parameters[name]
+            with exempt(), torch.inference_mode(False), torch.no_grad():
+                master.copy_(self.attachment.gradients.to_host(tensor.detach().clone()))
+            if notes is not None:
+                notes.follow(name, tensor._version, version_of((master,)))
 
     def _with_foreign(self, call: Callable[[], Any]) -> Any:
         """Compute with whatever the tensors are now, brought to the compute device.
@@ -367,7 +396,7 @@ class AnyLayer(Whole, Borrower):
             else:
                 tensor = self.tensor_in(slot, at, *layout)
                 if type(master) is not Tensor:
-                    tensor = Tensor._make_subclass(nn.Parameter, tensor, master.requires_grad)
+                    tensor = Tensor._make_subclass(Lent, tensor, master.requires_grad)
             lent[name] = tensor
         return lent
 
@@ -418,10 +447,36 @@ def find_wrappers(root: nn.Module) -> Iterator[tuple[nn.Module, AnyLayer]]:
 # ---- what autograd keeps ----
 
 
+class Lent(nn.Parameter):
+    """What stands in the place of a master; it knows of what is written by way of ``.data``."""
+
+    _data: list[Tensor] | None = None
+    _pointed: int = 0
+
+    @property
+    def data(self) -> Tensor:
+        """The same, unknown to autograd, which counts no writes to it."""
+        found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        self._data = [*(self._data or ()), found]
+        return found
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._pointed, self._data = self._pointed + 1, None
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+def _writes_to(tensor: Tensor) -> int:
+    """Return how often what stands in the place of a master was written, or given other data."""
+    by_data = getattr(tensor, "_data", None) or ()
+    return count_writes(tensor) + sum(map(count_writes, by_data)) + getattr(tensor, "_pointed", 0)
+
+
 class _Note:
     """Which bytes of a leaf's tensors autograd has saved: all that is kept of them."""
 
-    __slots__ = ("at", "dtype", "layer", "masters", "name", "shape", "stride", "version")
+    __slots__ = ("at", "dtype", "layer", "masters", "name", "shape", "stride", "version", "writes")
+    __slots__ += ("__weakref__",)
 
     def __init__(self, layer: AnyLayer, tensor: Tensor, at: int) -> None:
         self.layer = layer
@@ -430,6 +485,7 @@ class _Note:
         self.name = layer.name_at(at)
         self.masters = layer.masters
         self.version = version_of((layer.parameters[self.name],))
+        self.writes = count_writes(tensor)
 
 
 class _Flat:
@@ -447,6 +503,13 @@ class _Flat:
         inner = {name: unpack(kept) for name, kept in self.inner.items()}
         made: Tensor = self.kind.__tensor_unflatten__(inner, self.meta, self.shape, self.stride)
         return made
+
+
+class _Through(NamedTuple):
+    """A handle of another leaf's, and how often it was written."""
+
+    handle: Tensor
+    version: int
 
 
 class _Notes:
@@ -470,6 +533,7 @@ class _Notes:
         self._sizes = {size for tensor in layer.masters.present for size in _sizes_made_of(tensor)}
         self._derived: dict[int, int] = {}  # bytes made of the weights, by address
         self._stays = False
+        self._made: list[weakref.ref[_Note]] = []
         self._outer: tuple[Any, Any] | None = (
             self._hooks_found() if _top_hooks is None else _top_hooks(True)
         )
@@ -482,10 +546,14 @@ class _Notes:
 
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd keeps for `tensor`."""
+        if isinstance(tensor, Handle):  # which keeps no bytes
+            return _Through(tensor, count_writes(tensor))
         address = _address(tensor)
         at = address - self._start
         if 0 <= at < self._nbytes:
-            return _Note(self._layer, tensor, at)
+            note = _Note(self._layer, tensor, at)
+            self._made.append(weakref.ref(note))
+            return note
         if address == 0 and is_wrapper(tensor) and self._is_made_of_slot(tensor):
             return _Flat(tensor, self.pack)
         if self._stays and tensor.numel() in self._sizes:
@@ -496,6 +564,12 @@ class _Notes:
         if self._outer is not None:
             return (self._outer[0](tensor),)
         return tensor, count_writes(tensor)
+
+    def follow(self, name: str, writes: int, version: int) -> None:
+        """Let backward meet what was written, where autograd has saved it since."""
+        for note in (found for reference in self._made if (found := reference()) is not None):
+            if note.name == name and note.writes == writes:
+                note.version = version
 
     def _hooks_found(self) -> tuple[Any, Any] | None:
         """Return what packs and unpacks by the pair outside, if any, where torch does not name it.
@@ -534,7 +608,7 @@ class _Notes:
             return kept.layer.take_again(kept)
         if isinstance(kept, _Flat):
             return kept.made_again(self.unpack)
-        if self._outer is not None:
+        if self._outer is not None and not isinstance(kept, _Through):
             unpacked: Tensor = self._outer[1](kept[0])
             return unpacked
         tensor: Tensor = kept[0]
@@ -595,7 +669,7 @@ class _Edge(Function):
     ) -> Tensor:
         """Return a tensor that is no view: torch chooses operators by what a view is of."""
         ctx.layer, ctx.task = layer, _graph_task()
-        return layer.tensor_in(slot, at, *layout)
+        return Tensor._make_subclass(Lent, layer.tensor_in(slot, at, *layout))
 
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

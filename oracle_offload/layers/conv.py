@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from ..autocast import cast_dtype, cast_input
 from . import traced
-from .inherited import WithInherited
 from .leaf import Tensors
 from .loan import Needs, node_of
 from .swap import untraced
+from .traced import WithInherited
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 

@@ -17,10 +17,10 @@ from ..errors import NoRoomError, OffloadError
 from ..exemption import exempt
 from ..geometry import tensor_bytes
 from . import traced
-from .inherited import WithInherited
 from .leaf import Tensors
 from .loan import Cast, Compute, Needs, node_of
 from .swap import untraced
+from .traced import WithInherited
 
 if TYPE_CHECKING:
     from ..structure import Structure
@@ -71,13 +71,7 @@ class EmbeddingLayer(WithInherited):
         (master,) = masters.present
         nbytes = tensor_bytes(master)
         with torch.inference_mode(False), torch.no_grad():
-            try:
-                capsule = state.engine.map(self.member, stream, nbytes, *self._where, seconds)
-            except OffloadError:
-                if not self.former:
-                    raise
-                # Another thread has moved the table to the device since this call began.
-                return self.lend(kind, task, seconds, dtype, compute)
+            capsule = state.engine.map(self.member, stream, nbytes, *self._where, seconds)
             if capsule is None:
                 return super().lend(kind, task, seconds, dtype, compute)
             memory = _from_dlpack(capsule).untyped_storage()

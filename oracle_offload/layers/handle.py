@@ -6,9 +6,13 @@ same frame. autograd saves a handle as it would save the weight, so that in back
 formula, or that of whichever library wrote the operator, borrows again: no derivative is written
 out here, and nothing is known of the library.
 
-A view of a handle is a handle. So is, while the forward of its module runs, what torch's operators
-make of handles and small tensors alone: a weight is dequantised where a product needs it, in
-forward and again in backward, and autograd keeps no dequantised copy.
+A view of a handle is a handle, and a cast of one. So is, while the forward of its module runs, what
+torch's operators make of handles and small tensors alone: a weight is dequantised where a product
+needs it, in forward and again in backward, and autograd keeps no dequantised copy.
+
+Whoever reads the weight of a managed layer while the model computes gets a handle (`Readable`):
+code that uses a weight without calling its layer, whatever it does with it. What it writes goes to
+the master.
 """
 
 from __future__ import annotations
@@ -24,16 +28,17 @@ from itertools import zip_longest
 from typing import Any, NoReturn, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function, profiler
 
-from .._core import BACKWARD, FORWARD, Taken
-from ..errors import OffloadError
+from .._core import BACKWARD, Taken
+from ..errors import NoRoomError, OffloadError
+from ..exemption import exempt
 from ..geometry import tensor_bytes
 from ..gradients import note_trainable
-from ..operators import operator_of, run_in_mode, tensors_in
+from ..operators import note_autocast, operator_of, run_in_mode, tensors_in
 from .leaf import Masters, Tensors, version_of
-from .loan import Borrower, once_differentiable
+from .loan import Borrower, forward_kind, once_differentiable
 
 _aten = torch.ops.aten
 _VIEWS = frozenset({_aten._unsafe_view.default, _aten._reshape_alias.default})  # in all but name
@@ -67,9 +72,9 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class _Value:
-    """What a handle stands for; it never changes, whatever becomes of the handle.
+    """What a handle stands for.
 
     Attributes
     ----------
@@ -78,6 +83,8 @@ class _Value:
     func, args, kwargs, at
         The operator that makes it, and which of its results it is; no operator for one of the
         leaf's tensors. Among the arguments are values, and constants.
+    real : Tensor or None
+        What it is since code wrote to it: that has memory of its own.
     """
 
     places: frozenset[int]
@@ -85,6 +92,14 @@ class _Value:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     at: int | None = None
+    real: Tensor | None = None
+
+    def source(self) -> _Value:
+        """Return what this is a view of; itself where it is none."""
+        value = self
+        while value.real is None and value.func is not None and _is_view(value.func):
+            value = next(one for one in value.args if isinstance(one, _Value))
+        return value
 
 
 @dataclass(slots=True)
@@ -101,13 +116,26 @@ class _State:
         What it stands for.
     like : Tensor
         One of the same geometry on the meta device.
+    is_read : bool
+        Whether it was read from a module, so that what is written to it goes to the master.
+    is_data : bool
+        Whether torch is to count no writes to the master, as where ``.data`` was asked for.
     """
 
     layer: Borrower
     masters: Masters
-    versions: tuple[int, ...]
+    versions: list[int]
     value: _Value
     like: Tensor
+    is_read: bool = False
+    is_data: bool = False
+
+    def master(self) -> Tensor | None:
+        """Return the Parameter that the handle was read as; None for what was made of it."""
+        if not self.is_read or self.value.func is not None:
+            return None
+        (place,) = self.value.places
+        return self.masters.tensors[place]
 
     def name(self) -> str:
         """Return the name of the (first) tensor within the attached model."""
@@ -131,13 +159,14 @@ class Handle(Tensor):
         if _is_view(func) and isinstance(args[0], Handle):
             return _put_off(args[0], func, args, kwargs)
         found = list(_handles_in((*args, *kwargs.values())))
-        _refuse_writes(func, args, kwargs)
+        if written := _written_by(func, args, kwargs):
+            return _write(written, found, func, args, kwargs)
         if _may_be_put_off(func, found, args, kwargs):
             with contextlib.suppress(
                 NotImplementedError
             ):  # torch cannot tell the result's geometry
                 return _put_off(found[0], func, args, kwargs)
-        return _borrowing(found, func, args, kwargs, {})
+        return _borrowing(found, functools.partial(_run, func, args, kwargs), func, args, kwargs)
 
     def of_kind(self, kind: type[Tensor] | None = None) -> Handle:
         """Return another for the same, which is an object of a library's class of Parameters."""
@@ -180,14 +209,29 @@ class Handle(Tensor):
     @property
     def data(self) -> Tensor:
         """The same, unknown to autograd."""
-        return self.of_kind()
+        state = dataclasses.replace(_state(self), is_data=True)
+        return _handle(state, self.device)
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        state = _state(self)
+        if (master := state.master()) is not None:
+            value = _point_anew(state, master, value)
         if not isinstance(value, Handle):
             self._want("assignment to .data")
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.__dict__[_STATE] = _state(value)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The master's, for a weight that was read."""
+        master = _state(self).master()
+        return Tensor.grad.__get__(self) if master is None else master.grad  # type: ignore[attr-defined]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        master = _state(self).master()
+        Tensor.grad.__set__(self if master is None else master, value)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._want("a copy")
@@ -240,19 +284,27 @@ def _handle(state: _State, device: torch.device, kind: type[Handle] = Handle) ->
 
 def handles_of(layer: Borrower) -> Tensors:
     """Return a handle for each of a leaf's tensors, as they are now; None for those it lacks."""
+    versions = _versions_of(layer)
+    return tuple(
+        [
+            None if layout is None else _handle_at(layer, place, versions)
+            for place, layout in enumerate(layer.masters.layout)
+        ]
+    )
+
+
+def _versions_of(layer: Borrower) -> list[int]:
+    return [0 if t is None else version_of((t,)) for t in layer.masters.tensors]
+
+
+def _handle_at(layer: Borrower, place: int, versions: list[int], is_read: bool = False) -> Handle:
     masters = layer.masters
-    versions = tuple([0 if t is None else version_of((t,)) for t in masters.tensors])
-    found: list[Handle | None] = []
-    for place, layout in enumerate(masters.layout):
-        if layout is None:
-            found.append(None)
-            continue
-        dtype, shape, stride = layout
-        with torch.inference_mode(False):
-            like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            state = _State(layer, masters, versions, _Value(frozenset({place})), like)
-            found.append(_handle(state, layer.state.device))
-    return tuple(found)
+    dtype, shape, stride = masters.layout[place]
+    with torch.inference_mode(False):
+        like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        value = _Value(frozenset({place}))
+        state = _State(layer, masters, versions, value, like, is_read)
+        return _handle(state, layer.state.device)
 
 
 def lent(layer: Borrower, tensors: Tensors) -> AbstractContextManager[object]:
@@ -292,19 +344,12 @@ def _handles_in(values: Sequence[Any]) -> Iterator[Handle]:
             yield from _handles_in(value)
 
 
-def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Handle]:
+    """Return the handles that an operator writes."""
     operator = operator_of(func)
     rows = [*zip_longest(args, operator.positional[: len(args)], fillvalue=False)]
     rows += [(value, operator.named.get(name, False)) for name, value in kwargs.items()]
-    for value, written in rows:
-        for handle in _handles_in((value,)) if written else ():
-            state = _state(handle)
-            state.layer.puts_off = False
-            raise WasWritten(
-                f"{func} writes to '{state.name()}', or to what is made of it: its bytes are on "
-                "the device for one operator at a time, and what it writes would be lost. "
-                "Leave the layer resident with ignore_modules=[...]."
-            )
+    return [each for value, written in rows if written for each in _handles_in((value,))]
 
 
 def _may_be_put_off(
@@ -312,10 +357,16 @@ def _may_be_put_off(
 ) -> bool:
     """Whether an operator can run where its result is used: its operands will be the same then."""
     layer = _state(found[0]).layer
-    if id(layer) not in _thread.lent or not layer.puts_off or _thread.ends:
-        return False
     if func is _aten._to_copy.default:
-        return kwargs.keys() <= _CASTS and kwargs.get("device") in (None, found[0].device)
+        # What may be written once it is made is put off where views alone can be made of it.
+        return (
+            kwargs.keys() <= _CASTS
+            and kwargs.get("device") in (None, found[0].device)
+            and not _thread.ends
+            and (_puts_off(layer) or _state(found[0]).value.source().func is None)
+        )
+    if not _puts_off(layer) or _thread.ends:
+        return False
     if getattr(func, "namespace", "") != "aten" or _NOT_PUT_OFF & {*func.tags}:
         return False
     if func._schema.is_mutable or not all(map(_is_tensor, func._schema.returns)):
@@ -328,6 +379,10 @@ def _may_be_put_off(
         for tensor in (value if isinstance(value, list | tuple) else (value,))
         if isinstance(tensor, Tensor)
     )
+
+
+def _puts_off(layer: Borrower) -> bool:
+    return id(layer) in _thread.lent and layer.puts_off
 
 
 def _is_tensor(returned: Any) -> bool:
@@ -369,46 +424,76 @@ def _put_off(of: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _borrowing(
-    found: list[Handle],
+    found: Sequence[Handle],
+    run: Callable[[dict[int, Tensors]], Any],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Return ``run(slots)``, given by the `id` of each leaf its tensors, in its slot."""
+    layers = {id(_state(each).layer): _state(each).layer for each in found}
+    slots = {key: _thread.lent[key] for key in layers if key in _thread.lent}
+    # Slots of several leaves are taken in one order, whatever thread asks.
+    waiting = sorted(
+        (layer for key, layer in layers.items() if key not in slots),
+        key=lambda layer: layer.member,
+        reverse=True,
+    )
+
+    def take_next() -> Any:
+        if not waiting:
+            return run(slots)
+        layer, begun = waiting.pop(), False
+
+        def go_on(tensors: Tensors) -> Any:
+            nonlocal begun
+            begun = True
+            slots[id(layer)] = tensors
+            return take_next()
+
+        own = [_state(each) for each in found if _state(each).layer is layer]
+        _check(layer, own)
+        try:
+            return _lend(layer, func, _seconds(layer, func, args, kwargs), go_on)
+        except NoRoomError:
+            if begun:
+                raise
+            return go_on(_beside(layer))
+
+    return take_next()
+
+
+def _run(
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     slots: dict[int, Tensors],
+    made: dict[int, Tensor] | None = None,
+    given: dict[int, Handle] | None = None,
 ) -> Any:
-    """Run an operator on the tensors that its handles stand for, each leaf's in its slot."""
-    # Slots of several leaves are taken in one order, whatever thread asks.
-    for handle in sorted(found, key=lambda each: _state(each).layer.member):
-        layer = _state(handle).layer
-        if id(layer) in slots:
-            continue
-        here = _thread.lent.get(id(layer))
-        if here is not None:
-            slots[id(layer)] = here
-            continue
+    """Run an operator on the tensors that its handles stand for.
 
-        def go_on(tensors: Tensors, known: Borrower = layer) -> Any:
-            return _borrowing(found, func, args, kwargs, {**slots, id(known): tensors})
-
-        own = [each for each in found if _state(each).layer is layer]
-        return _lend(own, _seconds(layer, func, args, kwargs), go_on)
-    return _run(func, args, kwargs, slots)
-
-
-def _run(func: Any, args: Any, kwargs: dict[str, Any], slots: dict[int, Tensors]) -> Any:
-    made: dict[int, Any] = {}
+    `made` has what stands for a value already, by its `id`. In the result the handles of `given`
+    take the place of what they stand for, and are found by its `id`.
+    """
+    made = {} if made is None else made
+    written = () if given is None else [*given.values()]
 
     def real(value: Any) -> Any:
         if isinstance(value, Handle):
             state = _state(value)
-            return _evaluated(state.value, slots[id(state.layer)], made)
+            found = _evaluated(state.value, slots[id(state.layer)], made)
+            if given is not None and any(value is each for each in written):
+                given[id(found)] = value
+            return found
         if type(value) in (list, tuple):
             return type(value)(map(real, value))
         return value
 
-    given = tuple(map(real, args))
-    result = run_in_mode(func, given, {key: real(value) for key, value in kwargs.items()})
+    values, named = tuple(map(real, args)), {key: real(value) for key, value in kwargs.items()}
+    result = run_in_mode(func, values, named)
     memory = {t.untyped_storage().data_ptr() for ts in slots.values() for t in ts if t is not None}
-    return _apart(result, memory)
+    return _apart(result, memory, given or {})
 
 
 def _evaluated(value: Any, tensors: Tensors, made: dict[int, Any]) -> Any:
@@ -416,11 +501,13 @@ def _evaluated(value: Any, tensors: Tensors, made: dict[int, Any]) -> Any:
         return [_evaluated(one, tensors, made) for one in value]
     if not isinstance(value, _Value):
         return value
-    if value.func is None:
-        (place,) = value.places
-        return tensors[place]
+    if value.real is not None:
+        return value.real
     found = made.get(id(value))
     if found is None:
+        if value.func is None:
+            (place,) = value.places
+            return tensors[place]
         args = tuple([_evaluated(one, tensors, made) for one in value.args])
         kwargs = {key: _evaluated(one, tensors, made) for key, one in value.kwargs.items()}
         if value.func is _aten.as_strided.default:
@@ -430,32 +517,165 @@ def _evaluated(value: Any, tensors: Tensors, made: dict[int, Any]) -> Any:
     return found
 
 
-def _apart(result: Any, memory: set[int]) -> Any:
+def _apart(result: Any, memory: set[int], given: dict[int, Handle]) -> Any:
     """Return a result that outlives the loan: what is in a slot is copied."""
     if type(result) is Tensor:
+        if id(result) in given:
+            return given[id(result)]
         is_lent = result.layout is torch.strided and result.untyped_storage().data_ptr() in memory
         return result.clone() if is_lent else result
     if type(result) in (list, tuple):
-        return type(result)(_apart(one, memory) for one in result)
+        return type(result)(_apart(one, memory, given) for one in result)
     return result
 
 
-def _lend(handles: Sequence[Handle], seconds: float, compute: Callable[[Tensors], Any]) -> Any:
-    state, task = _state(handles[0]), _graph_task()
-    layer = state.layer
+def _check(layer: Borrower, states: Sequence[_State]) -> None:
+    """Raise where what handles stand for is not there any more."""
     if layer.member < 0:
         layer.refuse_detached()
-    for each in map(_state, handles):
+    for each in states:
         places = sorted(each.value.places)
         version = sum(each.versions[place] for place in places)
         layer.check_unchanged([layer.names[place] for place in places], each.masters, version)
-    kind = FORWARD
+
+
+def _beside(layer: Borrower) -> Tensors:
+    """Return copies on the device, where one operator takes more weights than the arena holds."""
+    tensors = layer.masters.tensors
+    layer.attachment.traffic.note_beside(layer.name, sum(map(tensor_bytes, layer.masters.present)))
+    with exempt(), torch.no_grad():
+        device = layer.state.device
+        return tuple([None if t is None else t.detach().to(device, copy=True) for t in tensors])
+
+
+def _lend(layer: Borrower, func: Any, seconds: float, compute: Callable[[Tensors], Any]) -> Any:
+    # A table is read where it lies, for its rows alone.
+    lend = (
+        layer.lend if func is _aten.embedding.default else functools.partial(Borrower.lend, layer)
+    )
+    task, records = _graph_task(), torch.is_grad_enabled()
+    kind, what = forward_kind(task, records), ""
     if task != -1:
-        layer.state.turned, kind = True, BACKWARD
+        layer.state.turned = True
+        if not records:  # else it is part of a recompute
+            kind, what = BACKWARD, "backward"
     if profiler._is_profiler_enabled:
-        with layer.profiled("backward"):
-            return layer.lend(kind, task, seconds, None, compute)
-    return layer.lend(kind, task, seconds, None, compute)
+        with layer.profiled(what):
+            return lend(kind, task, seconds, None, compute)
+    return lend(kind, task, seconds, None, compute)
+
+
+# ---- what code writes ----
+
+
+def _write(
+    written: Sequence[Handle],
+    found: Sequence[Handle],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run an operator that writes: on copies of weights, which their masters then take over.
+
+    What was made of a weight is the code's own, and has memory from then on.
+    """
+    for handle in written:
+        state = _state(handle)
+        source = state.value.source()
+        if source.real is None and not _may_be_written(state, source):
+            state.layer.puts_off = False
+            raise WasWritten(
+                f"{func} writes to '{state.name()}', or to what is made of it: its bytes are on "
+                "the device for one operator at a time, and what it writes would be lost. "
+                "Leave the layer resident with ignore_modules=[...]."
+            )
+        if (
+            source.func is None
+            and not state.is_data
+            and torch.is_grad_enabled()
+            and any(t is not None and t.requires_grad for t in [_master_of(state, source)])
+        ):
+            raise RuntimeError(
+                "a leaf Variable that requires grad is being used in an in-place operation: the "
+                f"weight '{state.name()}'."
+            )
+    copies: dict[int, tuple[_State, _Value, Tensor]] = {}
+
+    def run(slots: dict[int, Tensors]) -> Any:
+        made: dict[int, Tensor] = {}
+        slots = dict(slots)
+        for state in map(_state, written):
+            source = state.value.source()
+            if source.real is not None:
+                continue
+            key = id(state.layer)
+            tensors = slots[key]
+            copied = _evaluated(source, tensors, {}).clone()
+            if source.func is not None:
+                source.real = copied
+                continue
+            (place,) = source.places
+            if (key, place) in seen:
+                continue
+            seen.add((key, place))
+            slots[key] = *tensors[:place], copied, *tensors[place + 1 :]
+            copies[id(copied)] = state, source, copied
+        return _run(func, args, kwargs, slots, made, {id(each): each for each in written})
+
+    seen: set[tuple[int, int]] = set()
+    result = _borrowing(found, run, func, args, kwargs)
+    for state, source, copied in copies.values():
+        _take_over(state, source, copied)
+    return result
+
+
+def _may_be_written(state: _State, source: _Value) -> bool:
+    if source.func is None:
+        return state.is_read
+    of = source.args[0] if source.func is _aten._to_copy.default else None
+    return of is not None and of.source().func is None and not _puts_off(state.layer)
+
+
+def _master_of(state: _State, source: _Value) -> Tensor | None:
+    (place,) = source.places
+    return state.masters.tensors[place]
+
+
+def _take_over(state: _State, source: _Value, copied: Tensor) -> None:
+    """Write what lies on the device to the master, once nothing copies from that any more."""
+    layer, master = state.layer, cast("Tensor", _master_of(state, source))
+    host = cast("Tensor", layer.attachment.gradients.to_host(copied))
+    engine = layer.state.engine
+    engine.settle()
+    with exempt(), torch.no_grad():
+        master.copy_(host)
+    if state.is_data:  # of which torch counts no write
+        engine.refresh(layer.attachment.model)
+    else:  # which it does above what runs here
+        torch.autograd.graph.increment_version(master)
+    (place,) = source.places
+    state.versions[place] = version_of((master,))
+
+
+def _point_anew(state: _State, master: Tensor, value: Tensor) -> Handle:
+    """Do to the master what ``weight.data = value`` does; return a handle of what it is then."""
+    layer = state.layer
+    with torch.no_grad():
+        if isinstance(value, Handle):
+            value = cast("Tensor", with_memory(value))
+        there = value.device == layer.state.device
+        layer.state.engine.settle()
+        with exempt():
+            host = layer.attachment.gradients.to_host(value) if there else value
+            master.data = cast("Tensor", host)
+    (place,) = state.value.places
+    if not (layer.masters.are(layer.parameters) or layer.adopt()):
+        raise OffloadError(
+            f"the weight '{state.name()}' of a managed layer cannot be a tensor like that "
+            f"({value.dtype}, {tuple(value.shape)}, on {value.device}); give it another outside "
+            "of the forward, or leave the layer resident with ignore_modules=[...]."
+        )
+    return _handle_at(layer, place, _versions_of(layer), is_read=True)
 
 
 def _seconds(layer: Borrower, func: Any, args: Any, kwargs: dict[str, Any]) -> float:
@@ -490,8 +710,6 @@ class _Edge(Function):
         if layer.member < 0:
             layer.refuse_detached()
         note_trainable(layer.state, _graph_task() if ctx.task == -1 else -1)
-        if layer.on_device:
-            return grad, None, None
         return layer.attachment.gradients.to_host(grad), None, None
 
 
@@ -503,6 +721,78 @@ def trained(master: Tensor, layer: Borrower, made: Tensor) -> Tensor:
 
 
 _edge: Any = super(Function, _Edge).apply
+
+
+# ---- read from a module ----
+
+
+class Readable(Borrower):
+    """A leaf whose weights anybody may read while the model computes: the answer is a handle."""
+
+    # By name: the handle, the version of its master, and the graph that it is a node of.
+    _answers: dict[str, tuple[Tensor, Masters, Any]] | None = None
+
+    def read(self, module: nn.Module, key: str) -> Tensor | None:
+        """Return what ``module.<key>`` answers; None where that is what lies there.
+
+        That is the master outside of forwards and backwards, what stands in its place for a while,
+        and what is no tensor of the leaf's.
+        """
+        name = self.name_of(module, key)
+        # Nobody asks for what is not there, and looking again may ask just that.
+        if name is None or module._parameters.get(key) is None or not self.structure.is_inside():
+            return None
+        self.look_again()
+        if not self.masters.are(self.parameters):
+            self.adopt()
+        place = self.names.index(name)
+        master = self.masters.tensors[place]
+        if master is None or self.member < 0 or module._parameters.get(key) is not master:
+            return None
+        note_autocast()
+        return self._answer(name, place, master)
+
+    def placed_again(self, value: Any) -> Any:
+        """Return the Parameter that a handle was read as; any other value as it is."""
+        master = _state(value).master() if isinstance(value, Handle) else None
+        return value if master is None else master
+
+    def _answer(self, name: str, place: int, master: Tensor) -> Tensor:
+        state, graph = self.state, None
+        trains = master.requires_grad and not torch.is_inference_mode_enabled()
+        if trains:  # all reads in a graph share one node, as those of the Parameter do
+            task = _graph_task()
+            note_trainable(state, task)
+            if state.turned and task == -1 and torch.is_grad_enabled():
+                state.begin_forward()
+            graph = task, state.pace.passes
+        answers = self._answers = self._answers or {}
+        found, masters, known = answers.get(name, (None, None, None))
+        if (
+            found is not None
+            and masters is self.masters
+            and known == graph
+            and not self.wants_memory
+            and _state(found).versions[place] == version_of((master,))
+        ):
+            return found
+        with torch.enable_grad():
+            made: Tensor
+            if self.wants_memory:
+                made = cast("Tensor", _beside(self)[place])
+            else:
+                made = _handle_at(self, place, _versions_of(self), is_read=True)
+            if trains:
+                made = trained(master, self, made)
+        made._is_param = True  # type: ignore[attr-defined]
+        if not self.wants_memory:
+            answers[name] = made, self.masters, graph
+        return made
+
+    def forget_masters(self) -> None:
+        """Let go of the tensors, so that their memory can go; they are current no more."""
+        super().forget_masters()
+        self._answers = None
 
 
 # ---- under dispatch modes ----

@@ -27,4 +27,8 @@ def layer_type(module: nn.Module) -> type[Layer] | None:
         return None  # compiled: its class has no forward
     if format_of(module) is not None:
         return QuantisedLayer
-    return next((kind for kind in KINDS if kind.computes(type(module))), None)
+    found = next((kind for kind in KINDS if kind.computes(type(module))), None)
+    if found is None or type(module).forward is found.base_forward:
+        return found
+    # A forward of its own may compute with Parameters of its own: all are lent to it then.
+    return found if module._parameters.keys() <= {*found.names} else None

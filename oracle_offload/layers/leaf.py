@@ -19,14 +19,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..engines import Layout
 from ..errors import OffloadError
 from ..geometry import count_writes, is_dense, tensor_bytes
-from .swap import is_managed
-from .wrappers import reader_of
+from .swap import casts_layerwise, is_managed
 
 if TYPE_CHECKING:
     from ..coded import CodedMaster
     from ..engines import DeviceState
     from ..structure import Structure
-    from .trial import Trial
 
 _MAX_VIEWS = 16  # addresses remembered per leaf; placement repeats in the steady state
 
@@ -146,15 +144,10 @@ class Leaf:
     needs_place: ClassVar[bool] = True  # in the arena; else it is read where it lies, if locked
     has_buffers: ClassVar[bool] = False  # the module may have some, which are none of its tensors
     floating: ClassVar[bool] = True  # so are its plain Parameters, all of them
-    may_be_tried: ClassVar[bool] = True  # its tensors can move to the device one by one
-    trial: Trial | None = None  # code may read its tensors as values
     coded: Sequence[CodedMaster] = ()  # what the engine was told of its masters
-    on_device = False  # the tensors lie there for good, and so do their gradients
+    waits: ClassVar[bool] = False  # for its model to be attached; see `aitoolkit.single_layers`
     moving = False  # `follow` is under way, in some thread
-    # The address of a master by that of its tensor on the device, once it has moved there.
-    former: Mapping[int, int] = {}
-    left: Mapping[int, int] = {}  # likewise by where it lies since it is coded no more
-    kept: Sequence[torch.UntypedStorage] = ()  # what it left, while the engine may still read it
+    left: Mapping[int, int] = {}  # where a master lay by where it lies since it is coded no more
 
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
         self.module = weakref.ref(module)
@@ -224,6 +217,22 @@ class Leaf:
         module = self.module()
         return [] if module is None else [module]
 
+    def name_of(self, module: nn.Module, key: str) -> str | None:
+        """Return the name of the leaf's tensor that ``module.<key>`` is; None where it is none."""
+        return key if key in self.names else None
+
+    def read(self, module: nn.Module, key: str) -> Tensor | None:
+        """Return what ``module.<key>`` answers; None where that is what lies there."""
+        return None
+
+    def traced_read(self, module: nn.Module, key: str) -> Tensor | None:
+        """`read`, in compiled code."""
+        return None
+
+    def placed_again(self, value: Any) -> Any:
+        """Return what is to lie under a name, where code assigns `value` that it has read."""
+        return value
+
     def keys_of(self, module: nn.Module) -> set[str]:
         """Return the keys of those Parameters of `module` that are the leaf's."""
         return set(self.names)
@@ -280,7 +289,7 @@ class Leaf:
 
     def has_only_moved(self, then: int, now: int) -> bool:
         """Whether what lies at `now` is the master that lay at `then`, or that one's copy."""
-        return now == then or then in (self.former.get(now), self.left.get(now))
+        return now == then or then == self.left.get(now)
 
     def stamp(self) -> int:
         """Return the masters' `version_of`."""
@@ -334,8 +343,8 @@ class Leaf:
             return "it was deleted"
         if not is_managed(module):
             return f"its class was replaced after attach, by {type(module).__name__}"
-        if not self.lends_to_code and (reader := reader_of(module)) is not None:
-            return f"{type(reader).__name__} uses its weight without calling it"
+        if not self.lends_to_code and casts_layerwise(module):
+            return "layerwise casting replaces its weight around each call"
         for name in dict.fromkeys((*self.required, *self.names)):
             now = self.parameters.get(name)
             if now is None and self._is_missing(name):

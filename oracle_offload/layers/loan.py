@@ -97,11 +97,6 @@ class Borrower(Leaf):
             if begun:
                 raise
             raise no_room_error(f"no room for layer '{self.name}': {error}") from error
-        except OffloadError:
-            if begun or not self.former:
-                raise
-            # Another thread has moved the tensors to the device since this call began.
-            return self.lend(kind, task, seconds, dtype, compute)
         if kind == BACKWARD:
             raise StaleWeightsError(
                 f"the weight of managed layer '{self.name}' was replaced by another thread while "
@@ -284,8 +279,12 @@ class Layer(Borrower, ABC):
         """
         module: Any = self.module()
         with exempt():
-            used = self.bring([getattr(module, name) for name in self.names])
+            used = self.bring([self._now(module, name) for name in self.names])
             return self.base_call(module, x.to(self.state.device), used)
+
+    def _now(self, module: Any, name: str) -> Tensor | None:
+        found = self.parameters.get(name)
+        return cast("Tensor | None", getattr(module, name) if found is None else found)
 
     def bring(self, used: Sequence[Tensor | None]) -> Tensors:
         """Return tensors that are no masters, on the device; count their bytes."""
@@ -454,7 +453,7 @@ class Loan(Function):
         x_gradient, *others = layer.derivative(ctx, grad, needs)
         if True in needs[1:]:
             note_trainable(state, _graph_task() if task == -1 else -1)
-            if cast is None and not layer.on_device:
+            if cast is None:
                 to_host = layer.attachment.gradients.to_host
                 others = [to_host(other) for other in others]
         return x_gradient, None, None, *others

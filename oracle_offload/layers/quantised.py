@@ -24,9 +24,9 @@ from ..errors import OffloadError
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
 from ..gradients import note_trainable
-from ..operators import autocast_reaches_kernels
+from ..operators import autocast_reaches_kernels, note_autocast
 from . import traced
-from .flatten import Copy, Places, copy_tables, is_wrapper, plain_tensors
+from .flatten import Copy, Places, copy_tables, is_wrapper, plain_tensors, value_at
 from .formats import Format, format_of
 from .handle import WantsMemory, WasWritten, handles_of, lent, trained, with_memory
 from .leaf import Masters, Tensors, version_of
@@ -75,7 +75,6 @@ class QuantisedLayer(Traced):
 
     node = node_of("ManagedQuantised")
     operator = staticmethod(traced.quantised)
-    may_be_tried = False
     was_tried = False  # it is known what its code asks of its weights
 
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
@@ -398,6 +397,20 @@ class QuantisedLayer(Traced):
 
     # ---- the call ----
 
+    def read(self, module: nn.Module, key: str) -> Tensor | None:
+        """Return what ``module.<key>`` answers: a tensor of the library's, made of handles."""
+        if key in self.names and type(module._parameters.get(key)) is nn.Parameter:
+            return super().read(module, key)
+        found = value_at(module, key)
+        if not isinstance(found, Tensor) or not self.structure.is_inside():
+            return None
+        self.look_again()
+        if not (self.masters.are(self.parameters) or self.adopt()) or self.member < 0:
+            return None
+        note_autocast()
+        made = self._brought(module) if self.wants_memory else self._copy_of_handles(module)
+        return cast("Tensor", value_at(made, key))
+
     def ready(self, x: Tensor) -> bool:
         """Check everything a call depends on, once the library's notes are made."""
         if self.format.settle is not None:
@@ -497,14 +510,18 @@ class QuantisedLayer(Traced):
         base: Any = base_class(module)
         if not is_managed(module):  # it was let go, and lies on the device
             return cast("Tensor", base.forward(module, x))
-        device = self.state.device
+        with exempt():
+            return cast("Tensor", base.forward(self._brought(module), x.to(self.state.device)))
+
+    def _brought(self, module: nn.Module) -> Any:
+        """Return the module made again over copies on the device of what lies there now."""
         with exempt():
             found, same = plain_tensors(module, self.format.holders)
             replaced = {}
             for path, tensor in found.items():
-                copied = tensor.to(device, copy=tensor.device.type == "cpu")
+                copied = tensor.to(self.state.device, copy=tensor.device.type == "cpu")
                 replaced.update({id(t): copied for t in (tensor, *same.get(path, ()))})
             nbytes = sum(map(tensor_bytes, found.values()))
             self.attachment.traffic.note_computed(self.name, nbytes)
-            made = Copy(cast("Any", replaced), self.format.holders, {}).module(module, base)
-            return cast("Tensor", base.forward(made, x.to(device)))
+            copy = Copy(cast("Any", replaced), self.format.holders, {})
+            return copy.module(module, base_class(module))

@@ -12,7 +12,6 @@ import copyreg
 import functools
 import inspect
 import re
-import sys
 import weakref
 from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from ..errors import OffloadError
 from ..exemption import exempt
 from .flatten import is_wrapper
-from .wrappers import reader_of
 
 if TYPE_CHECKING:
     from .leaf import Leaf
@@ -86,10 +84,10 @@ def call(layer: Any, x: Tensor) -> Any:
 
 
 @functools.cache
-def managed_class(base: Any, on_trial: bool, below: Any) -> Any:
+def managed_class(base: Any, below: Any) -> Any:
     """Return the subclass of `base` whose forward borrows its weights; one per base, same name.
 
-    `on_trial`: and that looks who reads its weights. `below`: see `Leaf.stands_below`.
+    `below`: see `Leaf.stands_below`.
     """
 
     def forward(self: Any, input: Tensor) -> Tensor:
@@ -101,22 +99,28 @@ def managed_class(base: Any, on_trial: bool, below: Any) -> Any:
         y: Tensor = call(layer, input)  # no `cast`, which is a call
         return y
 
-    def __getattr__(self: Any, name: str) -> Any:
-        leaf: Leaf | None = self.__dict__.get(HANDLE)
-        if leaf is not None and leaf.trial is not None and name in leaf.names:
-            leaf.trial.read(leaf, sys._getframe(1))
-        return cast("Any", super(made, self)).__getattr__(name)
+    functools.update_wrapper(forward, base.forward, assigned=("__doc__",), updated=())
+    return _derive(base, {} if below else {"forward": forward}, below)
+
+
+@functools.cache
+def answering_class(base: Any) -> Any:
+    """Return the class that stands between `base` and a managed class with a forward of its own.
+
+    It answers where that asks ``super()``: Bart's and Gemma's embeddings scale the rows, Wan's
+    causal convolution pads its input.
+    """
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        layer = self.__dict__.get(HANDLE)
+        if layer is None:
+            return cast("Tensor", base.forward(self, input))
+        if torch.compiler.is_dynamo_compiling():
+            return cast("Tensor", layer.traced(self, input))
+        return cast("Tensor", call(layer, input))
 
     functools.update_wrapper(forward, base.forward, assigned=("__doc__",), updated=())
-    members: dict[str, Any] = {} if below else {"forward": forward}
-    if on_trial:
-        members["__getattr__"] = torch.compiler.disable(__getattr__)
-    made = _derive(base, members, below)
-    return made
-
-
-def _class_for(leaf: Leaf, base: Any, on_trial: bool) -> Any:
-    return managed_class(base, on_trial, leaf.stands_below(base))
+    return type(base.__name__, (base,), {"forward": forward})
 
 
 @functools.cache
@@ -181,6 +185,17 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
             _apply_to_masters(self, fn)
         return self
 
+    def __getattr__(self: Any, name: str) -> Any:
+        own = self.__dict__
+        if name in own["_parameters"] or name in own["_buffers"]:
+            leaf = own.get(HANDLE)
+            if leaf is not None:
+                compiling = torch.compiler.is_dynamo_compiling()
+                found = leaf.traced_read(self, name) if compiling else leaf.read(self, name)
+                if found is not None:
+                    return found
+        return base.__getattr__(self, name)
+
     def _load_from_state_dict(
         self: Any, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
     ) -> None:
@@ -194,12 +209,14 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
         base._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        base.__setattr__(self, name, value)
         leaf: Leaf | None = self.__dict__.get(HANDLE)
+        if leaf is not None and name in self.__dict__["_parameters"]:
+            value = leaf.placed_again(value)
+        base.__setattr__(self, name, value)
         if leaf is not None and (
             name == "__class__"
             or name in _watched(leaf, self)
-            or (name == "forward" and reader_of(self) is not None)
+            or (name == "forward" and casts_layerwise(self))
         ):
             leaf.attachment.let_go_soon(leaf)
         elif leaf is not None and name == "forward" and "_diffusers_hook" in self.__dict__:
@@ -220,6 +237,7 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
             "__doc__": base.__doc__,
             "_apply": _apply,
             "__setattr__": __setattr__,
+            "__getattr__": __getattr__,
             "_load_from_state_dict": _load_from_state_dict,
             "__reduce_ex__": __reduce_ex__,
             _BASE: base,
@@ -235,8 +253,7 @@ def has_own_forward(module: nn.Module) -> bool:
     base: Any = getattr(type(module), _BASE, type(module))
     return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) in (
         base.forward,
-        managed_class(base, False, None).forward,
-        managed_class(base, True, None).forward,
+        managed_class(base, None).forward,
         lending_class(base, False).forward,
     )
 
@@ -249,15 +266,14 @@ def swap_in(module: nn.Module, leaf: Leaf) -> None:
     module.__class__ = (
         lending_class(base, leaf.around_call)
         if leaf.lends_to_code
-        else _class_for(leaf, base, leaf.trial is not None)
+        else managed_class(base, leaf.stands_below(base))
     )
 
 
-def watch_reads(module: nn.Module) -> None:
-    """Tell the trial of a managed module's leaf from now on who reads its weights."""
-    base = vars(type(module)).get(_BASE)
-    if base is not None:  # else somebody has derived a class, which may look for itself
-        module.__class__ = _class_for(module.__dict__[HANDLE], base, True)
+def casts_layerwise(module: nn.Module) -> bool:
+    """Whether diffusers' layerwise casting replaces the weights of `module` around each call."""
+    hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
+    return hooks.get("layerwise_casting") is not None
 
 
 def swap_out(module: nn.Module) -> None:
@@ -307,9 +323,9 @@ def _follow_class(module: nn.Module) -> None:
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether the weights lie on the host: not once they moved, or the class was replaced."""
+    """Whether the weights lie on the host: not once the class was replaced."""
     leaf: Leaf | None = module.__dict__.get(HANDLE)
-    return hasattr(type(module), _BASE) and leaf is not None and not leaf.on_device
+    return hasattr(type(module), _BASE) and leaf is not None and not leaf.waits
 
 
 def managed_keys(module: nn.Module) -> set[str]:

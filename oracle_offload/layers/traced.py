@@ -32,9 +32,10 @@ from ..errors import OffloadError, StaleWeightsError
 from ..exemption import exempt
 from ..geometry import count_writes
 from ..gradients import note_trainable
+from .handle import Readable
 from .leaf import Leaf, version_of
-from .loan import Layer, forward_kind, once_differentiable
-from .swap import is_exporting, refuse_tracing, untraced
+from .loan import Borrower, Layer, forward_kind, once_differentiable
+from .swap import answering_class, is_exporting, refuse_tracing, untraced
 
 if TYPE_CHECKING:
     from ..engines import DeviceState
@@ -45,6 +46,7 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 after_autograd = torch._C._after_autograd_keyset
 functorch_active = torch._C._are_functorch_transforms_active
 _graph_task = torch._C._current_graph_task_id
+_constant: Callable[..., Any] = torch.compiler.assume_constant_result  # to a compiler
 _numbers = itertools.count()
 layers: dict[int, weakref.ref[Numbered]] = {}
 _kernels: dict[Any, Callable[..., Any]] = {}  # what an operator runs, for who stands before it
@@ -83,8 +85,21 @@ class Numbered(Leaf):
         with torch.inference_mode(False):
             self.key = torch.tensor(self.number, device="cpu")
 
+    def traced_read(self, module: nn.Module, key: str) -> Tensor | None:
+        """`read`, in compiled code: a copy on the device, whose gradient goes to the master."""
+        name, master = self.name_of(module, key), module._parameters.get(key)
+        if name is None or master is None or not self.is_inside():
+            return None
+        found = read(master, self.key, self.state.device, name)
+        return cast("Tensor", found)
 
-class Traced(Numbered, Layer):
+    @_constant
+    def is_inside(self) -> bool:
+        """Whether the model computes where a compiler looks on."""
+        return self.structure.is_inside()
+
+
+class Traced(Numbered, Layer, Readable):
     """A layer that is one operator to a compiler, and can be told what its backward needs."""
 
     operator: ClassVar[Any]  # of those that `_define` made
@@ -171,7 +186,7 @@ class Traced(Numbered, Layer):
         if gradient is None:
             return None
         gradient = gradient.to(master.dtype)
-        return gradient if self.on_device else self.attachment.gradients.to_host(gradient)
+        return self.attachment.gradients.to_host(gradient)
 
     @abstractmethod
     def restore(
@@ -190,6 +205,28 @@ class Traced(Numbered, Layer):
         *arguments
             What the operator takes beside tensors.
         """
+
+
+class WithInherited(Traced):
+    """A kind of modules that may have a forward of their own; `x` is what that of `base` gets.
+
+    What such a forward asks ``super()`` for is computed as a call is; a weight that it reads is a
+    handle.
+    """
+
+    base: ClassVar[Any]  # subclass of nn.Module
+    has_buffers = True
+
+    @classmethod
+    def computes(cls, module_class: Any) -> bool:
+        """Whether modules of this class are such as `base` makes."""
+        return issubclass(module_class, cls.base)
+
+    @classmethod
+    def stands_below(cls, module_class: Any) -> Any:
+        """Return the class that answers, where the module's class has a forward of its own."""
+        inherits = module_class.forward is cls.base_forward
+        return None if inherits else answering_class(cls.base)
 
 
 # ---- what the operators run ----
@@ -500,6 +537,58 @@ advance = define_operator(
     "advance", "(Tensor(a!) sequence, Tensor after) -> ()", _advance, _advance
 )
 _library.impl("advance", torch.library.fallthrough_kernel, "Autograd")
+
+
+def _read(weight: Tensor, key: Tensor, device: torch.device, name: str) -> Tensor:
+    layer = layer_of(key)
+    task, place = _graph_task(), layer.names.index(name)
+    layer.look_again()
+    if not (layer.masters.are(layer.parameters) or layer.adopt()) or not layer.is_master(
+        name, weight
+    ):
+        with exempt():  # what stands in its place for a while
+            return weight.to(device, copy=True)
+    if weight.requires_grad:
+        note_trainable(layer.state, task)
+    kind = forward_kind(task, torch.is_grad_enabled())
+    made = Borrower.lend(layer, kind, task, 0.0, None, lambda tensors: tensors[place].clone())
+    return cast("Tensor", made)
+
+
+def _give_back(grad: Tensor, weight: Tensor, key: Tensor) -> Tensor:
+    layer = layer_in_backward(key)
+    layer.state.turned = True
+    note_trainable(layer.state, _graph_task())
+    return cast("Tensor", layer.attachment.gradients.to_host(grad))
+
+
+def _like_read(weight: Tensor, key: Tensor, device: torch.device, name: str) -> Tensor:
+    return torch.empty_like(weight, device=device)
+
+
+def _like_given_back(grad: Tensor, weight: Tensor, key: Tensor) -> Tensor:
+    return torch.empty_like(weight)
+
+
+read = define_operator(
+    "read", "(Tensor weight, Tensor key, Device device, str name) -> Tensor", _read, _like_read
+)
+give_back = define_operator(
+    "give_back", "(Tensor grad, Tensor weight, Tensor key) -> Tensor", _give_back, _like_given_back
+)
+
+
+def _note_read(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _read_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return give_back(grad, *ctx.saved_tensors), None, None, None
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::read", _read_backward, setup_context=_note_read, lib=_library
+)
 
 
 def _linear_gradient(grad: Tensor, like: Tensor, weight: Tensor) -> Tensor:

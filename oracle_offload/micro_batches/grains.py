@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..attachment import Attachment
-from ..first_forward import is_compiled
 from ..layers.any import AnyLayer
 from ..layers.swap import HANDLE
 
@@ -58,7 +57,7 @@ def _collect(module: nn.Module, nbytes: dict[int, int], most: float, found: Grai
         return
     parts = [child for child in _children(module) if nbytes[id(child)]]
     is_called = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
-    is_whole = not parts or is_compiled(module)  # hooks inside a compiled one may not be heard
+    is_whole = not parts or _is_compiled(module)  # hooks inside a compiled one may not be heard
     if is_called and (nbytes[id(module)] <= most or is_whole):
         found.modules.append(module)
         return
@@ -83,3 +82,8 @@ def _add_up(model: nn.Module, attachment: Attachment, nbytes: dict[int, int]) ->
         return total
 
     add_up(model)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module.__dict__.get("_compiled_call_impl") is not None

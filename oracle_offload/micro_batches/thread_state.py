@@ -20,7 +20,7 @@ from torch import overrides
 from torch.backends import cuda as attention
 from torch.utils import _python_dispatch as dispatch
 
-from .. import engines, exemption, first_forward
+from .. import engines, exemption
 from . import kernel_flags
 from .attributes import Attributes, Places
 
@@ -227,7 +227,6 @@ class ThreadState(NamedTuple):
     generators: Any
     phase: str
     exempt_depth: int
-    watched: bool
     owned: Attributes
 
 
@@ -261,7 +260,6 @@ class ThreadStates:
             generators=self.generators.now(),
             phase=engines.phase_now(),
             exempt_depth=exemption.depth(),
-            watched=first_forward.is_watched(),
             owned=self.places.now(),
         )
 
@@ -289,5 +287,4 @@ class ThreadStates:
         if state.phase != engines.phase_now():
             engines.begin_phase(state.phase)
         exemption.set_depth(state.exempt_depth)
-        first_forward.set_watched(state.watched)
         self.places.restore(state.owned)

@@ -91,17 +91,6 @@ class Recurrent(nn.Module):
         return x + self.rnn(x)[0]
 
 
-class ByName(nn.Module):
-    """A parent that computes with its child's weight, and another that it calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.called = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.called(torch.tanh(F.linear(x, self.inner.weight * 2, self.inner.bias)))
-
-
 class Nested(nn.Module):
     """Tensors that stay lent while children are lent theirs."""
 
@@ -153,7 +142,6 @@ KINDS = {
     "attention": Attention,
     "lstm": Recurrent,
     "gru": lambda: Recurrent(nn.GRU),
-    "by-name": ByName,
     "nested": Nested,
     "parametrised": Parametrised,
 }
@@ -642,45 +630,6 @@ def test_an_activation_that_forward_changes_in_place_is_refused_as_ever(device):
                 run(model, device)
 
 
-class Writes(nn.Module):
-    def __init__(self, through_data):
-        super().__init__()
-        self.matrix, self.through_data = weights(WIDTH, WIDTH), through_data
-        self.writes = True
-
-    def forward(self, x):
-        if not self.writes:
-            return x @ self.matrix
-        if self.through_data:
-            self.matrix.data.clamp_(-1, 1)
-        else:
-            with torch.no_grad():
-                self.matrix.mul_(0.5)
-        return x @ self.matrix
-
-
-@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
-@pytest.mark.parametrize("through_data", [False, True], ids=["tensor", "data"])
-def test_a_forward_that_writes_its_weight_is_refused_by_name(device, through_data, trainable):
-    managed, resident = resident_pair(train_only(Net(lambda: Writes(through_data)), trainable))
-    with attached(managed, device) as manager:
-        master = managed.blocks[0].matrix.clone()
-        with pytest.raises(OffloadError, match=r"writes to .*blocks\.0.*ignore_modules"):
-            run(managed, device)
-        assert torch.equal(managed.blocks[0].matrix, master)
-        gc.collect()
-        assert held(manager) == 0
-        for model in (managed, resident):
-            for block in model.blocks:
-                block.writes = False
-        managed.zero_grad()
-        assert_models_agree(managed, resident, make_step(device), device=device)
-    ignoring = train_only(Net(lambda: Writes(through_data)), trainable)
-    ignoring.append = nn.Linear(2, 2)
-    with attached(ignoring, device, ignore_modules=["blocks"]):
-        run(ignoring, device)
-
-
 class Queries(nn.Module):
     """Has a Parameter of its own, which methods beside forward begin with."""
 
@@ -725,18 +674,6 @@ def test_a_models_own_parameter_is_lent_to_what_it_generates_with(device):
             assert_same(getattr(managed, name)(x), expected)
             with Witness():
                 assert_same(getattr(managed, name)(x), expected)
-
-
-def test_a_write_is_refused_where_nothing_watches(device):
-    managed = train_only(Net(lambda: Writes(None)), False)
-    managed.blocks[0].through_data = managed.blocks[1].through_data = True
-    managed.blocks[2].through_data = True
-    with attached(managed, device) as manager:
-        manager.first_forward.end()
-        for block in managed.blocks:
-            block.through_data = False
-        with pytest.raises(OffloadError, match=r"'blocks\.0' writes to its matrix"):
-            run(managed, device)
 
 
 def test_a_forward_where_hooks_are_forbidden_keeps_its_slots_until_backward(device):

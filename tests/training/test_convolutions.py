@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from oracle_offload import selection
 from oracle_offload.layers.any import AnyLayer
 from oracle_offload.layers.conv import Conv1dLayer, Conv2dLayer, Conv3dLayer
-from oracle_offload.layers.inherited import answering_class
+from oracle_offload.layers.swap import answering_class
 
 CHANNELS = 4
 SIZES = {1: (11,), 2: (7, 9), 3: (5, 6, 7)}
@@ -310,8 +310,9 @@ def test_a_convolution_of_another_way_is_not_passed_over(when, trainable, device
 def test_which_subclasses_have_the_operator(device):
     models = {
         Causal(4, 4, 3): Conv3dLayer,
-        ReadsBias(4, 4, 3): AnyLayer,
-        Decorated(4, 4, 3): AnyLayer,
+        ReadsBias(4, 4, 3): Conv3dLayer,
+        Decorated(4, 4, 3): Conv1dLayer,
+        Standardised(4, 4, 3): AnyLayer,
         type("Named", (nn.Conv1d,), {})(4, 4, 3): Conv1dLayer,
     }
     for model, kind in models.items():

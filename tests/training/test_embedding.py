@@ -26,9 +26,7 @@ import oracle_offload
 from oracle_offload import OffloadError, selection, simulator
 from oracle_offload.layers.any import AnyLayer
 from oracle_offload.layers.embedding import EmbeddingLayer
-from oracle_offload.layers.inherited import answering_class
-from oracle_offload.layers.swap import base_class
-from oracle_offload.layers.trial import move_to_device
+from oracle_offload.layers.swap import answering_class, base_class
 
 ROWS, WIDTH, IDS = 50, 16, (2, 7)
 TABLE_BYTES = 4 * ROWS * WIDTH
@@ -421,32 +419,6 @@ def test_a_table_that_is_replaced_as_a_call_begins_is_read_in_its_new_layout(mon
         assert not managed[0].weight.is_contiguous()
 
 
-@pytest.mark.parametrize("inside", ["forward_seconds", "base_call"])
-def test_a_table_leaves_while_a_thread_computes_with_it(inside, monkeypatch):
-    """Before its loan has begun, or inside of it."""
-    managed, resident = resident_pair(nn.Sequential(nn.Embedding(ROWS, WIDTH)))
-    original = getattr(EmbeddingLayer, inside)
-    begun, go_on, found = threading.Event(), threading.Event(), []
-
-    def waits(*arguments):
-        if threading.current_thread() is thread and not begun.is_set():
-            begun.set()
-            assert go_on.wait(30)
-        return original(*arguments)
-
-    monkeypatch.setattr(EmbeddingLayer, inside, waits)
-    with attached(managed) as manager:
-        table = table_of(manager)
-        thread = threading.Thread(target=lambda: found.append(managed(ids_of())))
-        thread.start()
-        assert begun.wait(30)
-        move_to_device(table, "somebody")
-        go_on.set()
-        thread.join(30)
-        assert_same(found, [resident(ids_of())])
-        assert set(manager.resident) == {"0.weight"}
-
-
 def test_a_refusal_of_the_engine_is_not_tried_again(monkeypatch):
     managed = nn.Sequential(nn.Embedding(ROWS, WIDTH))
     with attached(managed) as manager:
@@ -524,15 +496,14 @@ class ReadsInside(nn.Embedding):
 
 
 @pytest.mark.parametrize("make", [Reads, ReadsToo, AsksTheDevice, ReadsInside])
-def test_a_forward_that_reads_the_weight_has_it_lent(device, make, monkeypatch):
+def test_a_forward_that_reads_the_weight_itself_streams_it(device, make, monkeypatch):
     monkeypatch.setattr(selection, "SMALL_BYTES", 0)
     monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
     torch.manual_seed(0)
     managed, resident = resident_pair(Net(make))
     with attached(managed, device) as manager:
         assert manager.resident == {}
-        (table,) = (layer for layer in manager.layers if layer.name == "tokens")
-        assert isinstance(table, AnyLayer)
+        assert isinstance(table_of(manager), EmbeddingLayer)
         assert_models_agree(managed, resident, make_step(device), device=device)
 
 

@@ -284,29 +284,18 @@ def test_a_copy_of_a_leaf_is_none():
         layer.refuse_detached()
 
 
-class Reads(nn.Module):
-    """As LyCORIS' LoHa: computes with the layer's weight, and does not call it."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.org_module = [layer]
-        vars(layer)["forward"] = self.forward  # where no __setattr__ sees it
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.org_module[0].weight.data * 2)
-
-
-def test_a_layer_is_lost_to_who_reads_its_weight_unless_it_is_lent_to_them():
+def test_a_layer_is_lost_to_a_hook_that_replaces_its_weight_around_each_call():
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).requires_grad_(False)
-    Reads(model[0])
+    hook = types.SimpleNamespace(hooks={"layerwise_casting": 1})
+    vars(model[0])["_diffusers_hook"] = hook
     with attached(model) as manager:
         lent, layer = manager.layers
         assert lent.lends_to_code and not layer.lends_to_code
         assert (lent.why_lost(), layer.why_lost()) == ("", "")
-        Reads(model[1])
+        vars(model[1])["_diffusers_hook"] = hook
         lost = [each.why_lost() for each in (lent, layer)]
-        assert lost == ["", "Reads uses its weight without calling it"]
-        del vars(model[1])["forward"]
+        assert lost == ["", "layerwise casting replaces its weight around each call"]
+        del vars(model[1])["_diffusers_hook"]
 
 
 # ---- coded masters ----
@@ -402,7 +391,7 @@ def test_a_master_may_lie_where_it_was_moved_and_is_no_other_there():
     model, _ = pair()
     with attached(model) as manager:
         layer = manager.layers[0]
-        layer.former, layer.left = {20: 10}, {30: 10}  # to the device, and out of its codes
-        places = [(10, 10), (10, 20), (10, 30), (10, 40), (20, 10), (20, 30), (50, 20)]
+        layer.left = {30: 10}  # out of its codes
+        places = [(10, 10), (10, 30), (10, 40), (20, 10), (20, 30), (50, 20)]
         found = [layer.has_only_moved(then, now) for then, now in places]
-        assert found == [True, True, True, False, False, False, False]
+        assert found == [True, True, False, False, False, False]

@@ -22,7 +22,7 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracle_offload
-from oracle_offload import OffloadError, exemption, first_forward
+from oracle_offload import OffloadError, exemption
 from oracle_offload.micro_batches import kernel_flags, thread_state
 from oracle_offload.micro_batches.grains import grains_of
 from oracle_offload.micro_batches.leaves import Graph, Leaves, no_graph_task
@@ -328,7 +328,6 @@ CHANGES: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "phase": ("phase", lambda: oracle_offload.phase("sampling")),
     "exempt": ("exempt_depth", exemption.exempt),
-    "watched": ("watched", lambda: changed(first_forward.set_watched, True, False)),
 }
 
 

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import _create_empty_block_mask
 from torch.testing._internal.two_tensor import TwoTensor
 
 import oracle_offload
-from oracle_offload import OffloadError, admission, manager, witness
+from oracle_offload import OffloadError, admission, witness
 from oracle_offload.layers.loan import Layer
 
 
@@ -36,7 +36,6 @@ def step(model):
 def test_an_attach_that_leaves_the_modules_unpatched_fails_the_suite(monkeypatch):
     """Results would be right, computed on the host masters: only counters and witness can tell."""
     monkeypatch.setattr(admission, "swap_in", lambda module, layer: None)
-    monkeypatch.setattr(manager, "watch_first_forward", lambda manager: None)
     managed, resident = resident_pair(build())
     with attached(managed, "cpu"):
         with pytest.raises(AssertionError, match="no layer was managed"):
