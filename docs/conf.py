@@ -99,7 +99,7 @@ def directive(path: str) -> str:
     if name.endswith("Error"):
         return f".. autoexception:: oracle_offload.{path}\n   :members:\n   :show-inheritance:"
     if name[0].isupper():
-        return f".. autoclass:: oracle_offload.{path}\n   :members:"
+        return f".. autoclass:: oracle_offload.{path}\n   :members:\n   :inherited-members: tuple"
     return f".. autofunction:: oracle_offload.{path}"
 
 

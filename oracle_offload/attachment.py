@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,17 @@ from .layers.swap import HANDLE, swap_out
 from .sizes import format_size
 from .traffic import Traffic
 
-if TYPE_CHECKING:
-    from .compress.steps import StepRecord
-    from .order import OrderFile
-
 logger = logging.getLogger("oracle_offload")
+
+
+class Record(Protocol):
+    """What is written of one attached model, for the next run of it."""
+
+    def after_step(self, attachment: Attachment) -> None:
+        """An optimizer has made a step."""
+
+    def keep(self, attachment: Attachment) -> None:
+        """Write what was learned; never raises."""
 
 
 class Attachment:
@@ -55,10 +61,8 @@ class Attachment:
         The managed ones, in module order.
     budget : Budget or None
         How the arena follows what the steps leave of the device, where it does.
-    order : OrderFile or None
-        The file that its order of use is kept in.
-    steps : StepRecord or None
-        Where it is kept what its steps take.
+    order, steps : Record or None
+        The file that its order of use is kept in, and that of what its steps take.
     compressed_because : str
         Why ``compress="auto"`` compresses what it does.
     lost : dict of str to weak references
@@ -84,8 +88,8 @@ class Attachment:
         self.budget: Budget | None = None
         self._budget_acquires = 0  # of the engine, when the budget saw a step last
         self._budget_segments: object = None  # of the device, as it left them
-        self.order: OrderFile | None = None
-        self.steps: StepRecord | None = None
+        self.order: Record | None = None
+        self.steps: Record | None = None
         self.compressed_because = ""
         self.lost: dict[str, weakref.ref[nn.Module]] = {}
         self._maybe_lost: list[Leaf] = []

@@ -640,9 +640,9 @@ def _least_coded(
 
     `room` is the arena's; see `choose` for the others.
     """
-    attachment.steps = StepRecord(key_of(units, attachment.state))
+    attachment.steps = steps = StepRecord(key_of(units, attachment.state))
     device = attachment.state.kind.model
-    pace, known_by = attachment.steps.recall(device), "as planned from those before"
+    pace, known_by = steps.recall(device), "as planned from those before"
     if pace is None and device is not None and room < sum(sizes):
         pace, known_by = _estimated(attachment, units, device)
     ask = None if pace is None else functools.partial(ask_by_pace, capacity=room, pace=pace)

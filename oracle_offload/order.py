@@ -19,14 +19,12 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _core
+from .attachment import Attachment
 from .host.replace import replace_file
 from .views.schema import schema
-
-if TYPE_CHECKING:
-    from .attachment import Attachment
 
 logger = logging.getLogger("oracle_offload")
 

@@ -12,17 +12,15 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import simulator
+from ..attachment import Attachment
+from ..engines import DeviceState
 from ..remembered import Rows
+from ..selection import Chosen
 from ..views.schema import schema
 from ..views.verdict import judge
-
-if TYPE_CHECKING:
-    from ..attachment import Attachment
-    from ..engines import DeviceState
-    from ..selection import Chosen
 
 logger = logging.getLogger("oracle_offload")
 

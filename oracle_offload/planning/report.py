@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..sizes import format_size
 from ..views.bars import Part, html_bar, text_bar
@@ -12,13 +12,10 @@ from ..views.run_report import show
 from ..views.schema import schema
 from ..views.terminal import Text
 from . import paste
+from .answer import Answer
 from .fit import NOWHERE, RESIDENT
-from .ladder import ABSENT
+from .ladder import ABSENT, Rung
 from .source import switch_of
-
-if TYPE_CHECKING:
-    from .ladder import Rung
-    from .planner import Plan
 
 SCHEMA = schema("plan", 1)
 _STYLES = {RESIDENT: "green", NOWHERE: "red"}
@@ -37,7 +34,7 @@ _DRAWN = {
 }
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def as_dict(plan: Answer) -> dict[str, Any]:
     """Return the plan as plain data with a ``"schema"``; sizes in bytes."""
     question, fit, storage = plan.question, plan.fit, plan.storage
     return {
@@ -78,12 +75,12 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def as_json(plan: Plan) -> str:
+def as_json(plan: Answer) -> str:
     """Return `as_dict` as JSON."""
     return json.dumps(as_dict(plan), indent=2) + "\n"
 
 
-def _python(plan: Plan) -> str:
+def _python(plan: Answer) -> str:
     question = plan.question
     if plan.fit.verdict == NOWHERE:
         return ""
@@ -93,7 +90,7 @@ def _python(plan: Plan) -> str:
     return paste.python(plan.fit, question.recipe, switch, follows_steps=follows, together=together)
 
 
-def _yaml(plan: Plan) -> str:
+def _yaml(plan: Answer) -> str:
     question = plan.question
     if plan.fit.verdict == NOWHERE:
         return ""
@@ -101,7 +98,7 @@ def _yaml(plan: Plan) -> str:
     return paste.yaml(plan.fit, recipe, question.checkpointing, question.batch, micro_batches)
 
 
-def _bars(plan: Plan) -> list[tuple[str, list[Part]]]:
+def _bars(plan: Answer) -> list[tuple[str, list[Part]]]:
     """Return the bars of device and host: what lies there, and what stays free."""
     fit, bars = plan.fit, []
     for name, rows, room in (
@@ -122,7 +119,7 @@ def _bars(plan: Plan) -> list[tuple[str, list[Part]]]:
     return bars
 
 
-def _anatomy(plan: Plan) -> list[tuple[str, str, str, str, str]]:
+def _anatomy(plan: Answer) -> list[tuple[str, str, str, str, str]]:
     """Return each kind of persistent bytes: sum, bytes a parameter, and how much lies where."""
     rows = []
     for name, size, share in plan.anatomy():
@@ -139,7 +136,7 @@ def _anatomy(plan: Plan) -> list[tuple[str, str, str, str, str]]:
 _HEAD = ("persistent", "bytes", "a parameter", "on the device", "on the host")
 
 
-def as_text(plan: Plan, width: int, color: bool) -> str:
+def as_text(plan: Answer, width: int, color: bool) -> str:
     """Return the plan for a terminal."""
     text = Text(width, color=color)
     text.block(plan.sentence(), style=_STYLES.get(plan.fit.verdict, "yellow"))
@@ -184,7 +181,7 @@ def as_text(plan: Plan, width: int, color: bool) -> str:
     return str(text)
 
 
-def as_fragment(plan: Plan) -> str:
+def as_fragment(plan: Answer) -> str:
     """Return the plan as a notebook shows it."""
     body = [f"<h2>{escape(plan.sentence())}</h2>"]
     body.append(f"<p>{escape(speed(plan))}</p>")
@@ -217,12 +214,12 @@ def as_fragment(plan: Plan) -> str:
     return fragment("plan", body)
 
 
-def as_page(plan: Plan) -> str:
+def as_page(plan: Answer) -> str:
     """Return one self-contained page without scripts."""
     return page(f"plan of {plan.question.source.name}", as_fragment(plan))
 
 
-def speed(plan: Plan) -> str:
+def speed(plan: Answer) -> str:
     """Return how long a step takes, as a sentence."""
     found = plan.speed
     if found.low_s is None:

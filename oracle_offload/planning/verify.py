@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..geometry import tensor_bytes
 from ..sizes import format_size
@@ -14,10 +14,8 @@ from ..views.recording import Recording
 from ..views.run_report import show
 from ..views.schema import schema
 from ..views.terminal import Text
+from .answer import Answer
 from .fit import STREAMED
-
-if TYPE_CHECKING:
-    from .planner import Plan
 
 SCHEMA = schema("plan-verified", 1)
 _HEAD = ("", "planned", "measured", "")
@@ -89,13 +87,13 @@ class Verification:
 
     Attributes
     ----------
-    plan : Plan
+    plan : Answer
     device : str
         Of the recording, with its name; empty where nothing was attached while it was made.
     rows : list of Row
     """
 
-    plan: Plan
+    plan: Answer
     device: str
     rows: list[Row]
 
@@ -158,7 +156,7 @@ class Verification:
         return self.to_text()
 
 
-def verify(plan: Plan, recording: Recording) -> Verification:
+def verify(plan: Answer, recording: Recording) -> Verification:
     """Return `plan` beside `recording`: of its first device whose steps make an average, if any."""
     means = recording.averages()
     device = next((name for name, mean in means.items() if mean["steps"]), None)
@@ -172,7 +170,7 @@ def verify(plan: Plan, recording: Recording) -> Verification:
 
 
 def _streamed(
-    plan: Plan, recording: Recording, device: str, steps: list[Any], mean: dict[str, Any]
+    plan: Answer, recording: Recording, device: str, steps: list[Any], mean: dict[str, Any]
 ) -> Iterator[Row]:
     """Yield what the engine counts."""
     fit, speed = plan.fit, plan.speed
@@ -217,14 +215,14 @@ def _streamed(
     yield row("time of a step", "time", ends, mean["seconds"], other or unknown)
 
 
-def _gradients(plan: Plan) -> int:
+def _gradients(plan: Answer) -> int:
     """Return the bytes of gradients that travel: of trained weights, from each micro-batch."""
     tensors = {id(t): t for unit in plan.fit.storage.units for leaf in unit for t in leaf.tensors()}
     nbytes = sum(tensor_bytes(tensor) for tensor in tensors.values() if tensor.requires_grad)
     return plan.step.micro_batches * nbytes
 
 
-def _allocated(plan: Plan, device: str, steps: list[Any]) -> Iterator[Row]:
+def _allocated(plan: Answer, device: str, steps: list[Any]) -> Iterator[Row]:
     """Yield what torch counts on a GPU, as a whole; and the rows that it does not tell apart."""
     fit, step = plan.fit, plan.step
     known = [s for s in steps if s["peak_bytes"] is not None]
