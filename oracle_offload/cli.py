@@ -9,21 +9,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from types import ModuleType
 
 from . import __version__
+from .commands.exits import SAID, Exit
 
-EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_CHECK_FAILED = 0, 1, 2, 3
-# What the `run` of each command is given, in this order.
-_ALL = (EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_CHECK_FAILED)
-_CHECK = (EXIT_OK, EXIT_ERROR, EXIT_CHECK_FAILED)
-_SAID = {
-    EXIT_OK: "0 ok, or it fits",
-    EXIT_ERROR: "1 an error",
-    EXIT_USAGE: "2 arguments that make no sense",
-    EXIT_CHECK_FAILED: "3 it does not fit, a check failed, or nothing was found",
-}
+# What a command may end with.
+_ALL = tuple(Exit)
+_DONE = (Exit.OK, Exit.ERROR)
+_CHECK = (*_DONE, Exit.CHECK_FAILED)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,15 +26,15 @@ def build_parser() -> argparse.ArgumentParser:
     from .aitoolkit import command as aitoolkit
     from .commands import bench, cache, doctor, explain, plan, report, watch
 
-    table: tuple[tuple[str, ModuleType, str, tuple[int, ...]], ...] = (
+    table: tuple[tuple[str, ModuleType, str, tuple[Exit, ...]], ...] = (
         ("demo", demo, "train a Flux transformer offloaded and resident", _ALL),
         ("plan", plan, "will it fit, and how fast, before loading", _ALL),
         ("doctor", doctor, "check whether this machine is fit to train", _CHECK),
         ("explain", explain, "explain an out-of-memory error in a log", _CHECK),
-        ("watch", watch, "show what a running training does now", _ALL[:2]),
-        ("report", report, "show what a run has left, or compare two", _ALL[:2]),
+        ("watch", watch, "show what a running training does now", _DONE),
+        ("report", report, "show what a run has left, or compare two", _DONE),
         ("bench", bench, "what each option of a training saves and costs", _ALL),
-        ("cache", cache, "what this package keeps on disk: how much, and remove it", _ALL[:2]),
+        ("cache", cache, "what this package keeps on disk: how much, and remove it", _DONE),
         ("aitoolkit", aitoolkit, "offload layers in an AI-Toolkit checkout", _CHECK),
     )
     parser = argparse.ArgumentParser(
@@ -55,16 +49,12 @@ def build_parser() -> argparse.ArgumentParser:
             help=told,
             description=getattr(command, "DESCRIPTION", f"{told[0].upper()}{told[1:]}."),
             epilog="Exit code:\n"
-            + "\n".join(f"  {_SAID[code]}" for code in sorted({*codes, EXIT_USAGE})),
+            + "\n".join(f"  {SAID[code]}" for code in sorted({*codes, Exit.USAGE})),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(run=partial(_run, command, codes))
+        subparser.set_defaults(run=command.run)
     return parser
-
-
-def _run(command: ModuleType, codes: tuple[int, ...], args: argparse.Namespace) -> int:
-    return int(command.run(args, *codes))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,4 +69,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         import os
 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+        return Exit.OK

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .commands.exits import Exit
 from .errors import OffloadError
 from .pace import WARM_UP_STEPS
 from .sizes import format_size
@@ -448,18 +449,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--svg", default="out/demo-timeline.svg", help="where the timeline goes")
 
 
-def run(args: argparse.Namespace, ok: int, error: int, usage: int, check_failed: int) -> int:
-    """Run the subcommand; `check_failed` where the two trainings differ."""
+def run(args: argparse.Namespace) -> Exit:
+    """Run the command; the check fails where the two trainings differ."""
     try:
         check_arguments(args.device, args.width, args.steps, args.offload, args.seed, args.svg)
     except ValueError as problem:
         print(f"oracle-offload demo: {problem}", file=sys.stderr)
-        return usage
+        return Exit.USAGE
     with quiet_libraries():
-        return _run(args, ok, error, check_failed)
+        return _run(args)
 
 
-def _run(args: argparse.Namespace, ok: int, error: int, check_failed: int) -> int:
+def _run(args: argparse.Namespace) -> Exit:
     try:
         import diffusers  # noqa: F401
         import peft  # noqa: F401
@@ -469,7 +470,7 @@ def _run(args: argparse.Namespace, ok: int, error: int, check_failed: int) -> in
             f"the demo needs {missing.name}: pip install torch diffusers peft (or make demo)",
             file=sys.stderr,
         )
-        return error
+        return Exit.ERROR
     try:
         result, summary = run_demo(
             args.device,
@@ -482,10 +483,10 @@ def _run(args: argparse.Namespace, ok: int, error: int, check_failed: int) -> in
         )
     except (ValueError, OffloadError) as problem:
         print(f"demo: {problem}", file=sys.stderr)
-        return error
+        return Exit.ERROR
     if args.json:
         print(json.dumps({"schema": SCHEMA, **asdict(result)}, indent=2))
     else:
         print(describe(result, summary))
     agree = result.equal_steps == len(result.losses) and result.weights_equal
-    return ok if agree or result.residents_agree is False else check_failed
+    return Exit.OK if agree or result.residents_agree is False else Exit.CHECK_FAILED

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from ..commands.exits import Exit
 from ..views.schema import schema
 from ..views.terminal import FileError, naming, printable
 from . import checkout
@@ -28,16 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(args: argparse.Namespace, ok: int, error: int, check_failed: int) -> int:
-    """Run one action; return one of the three exit codes given."""
+def run(args: argparse.Namespace) -> Exit:
+    """Run one action."""
     try:
         if args.action == "patch":
             with naming("write", "standard output"):
                 sys.stdout.buffer.write(checkout.patch(args.path))
                 sys.stdout.buffer.flush()
-            return ok
+            return Exit.OK
         if args.action == "status":
-            return _status(args.path, args.json, ok, check_failed)
+            return _status(args.path, args.json)
         action = checkout.install if args.action == "install" else checkout.uninstall
         try:
             with naming("change", str(checkout.folder(args.path))):
@@ -50,13 +51,13 @@ def run(args: argparse.Namespace, ok: int, error: int, check_failed: int) -> int
         print(f"{changed} of {len(checkout.NAMES)} files changed; oracle_offload is {found}.")
         if changed and args.action == "install":
             print("Restart AI-Toolkit. Before 'git pull': uninstall, and install again after it.")
-        return ok
+        return Exit.OK
     except (checkout.CheckoutError, FileError) as problem:
         print(problem, file=sys.stderr)
-        return error
+        return Exit.ERROR
 
 
-def _status(path: str, as_json: bool, ok: int, check_failed: int) -> int:
+def _status(path: str, as_json: bool) -> Exit:
     files = [
         (file, file.backup.name if file.backup.exists() else None)
         for file in reversed(checkout.read(path))
@@ -71,7 +72,7 @@ def _status(path: str, as_json: bool, ok: int, check_failed: int) -> int:
             _tell(f"{file.path}: {file.describe()}{told}")
         known = f"oracle_offload is {found}.{_again(found, path)}"
         print(known if found != "unknown" else "This version is not known.")
-    return ok if found in ("installed", "not installed") else check_failed
+    return Exit.OK if found in ("installed", "not installed") else Exit.CHECK_FAILED
 
 
 def _again(found: str, path: str) -> str:

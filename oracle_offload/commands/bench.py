@@ -19,6 +19,7 @@ from ..metrics import read_metrics
 from ..sizes import format_size
 from ..views.schema import schema
 from ..views.terminal import FileError, naming, put
+from .exits import Exit
 
 DESCRIPTION = """\
 Train the same again and again, each time with one option on or off, every training in a process of
@@ -128,11 +129,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("more", nargs="*", metavar="FLAG", help="flags of the script, after --")
 
 
-def run(args: argparse.Namespace, shown: int, error: int, usage: int, wrong: int) -> int:
-    """Run the command; return one of the four exit codes given."""
+def run(args: argparse.Namespace) -> Exit:
+    """Run the command."""
     if not Path(args.matrix).is_file():
         print(f"bench: --matrix {args.matrix}: there is no such script", file=sys.stderr)
-        return usage
+        return Exit.USAGE
     flags = [*args.more, "--steps", args.steps, "--device", args.device]
     with tempfile.TemporaryDirectory() as folder:
         rows = list(trained(args.matrix, flags, Path(folder), CELLS))
@@ -147,10 +148,11 @@ def run(args: argparse.Namespace, shown: int, error: int, usage: int, wrong: int
                 put(sys.stdout, "The device is simulated: seconds are those of this processor.\n")
     except FileError as problem:
         print(problem, file=sys.stderr)
-        return error
+        return Exit.ERROR
     if any(row.is_wrong for row in rows):
-        return wrong
-    return error if rows[0].failed or all(row.failed for row in rows[1:]) else shown
+        return Exit.CHECK_FAILED
+    failed = rows[0].failed or all(row.failed for row in rows[1:])
+    return Exit.ERROR if failed else Exit.OK
 
 
 def trained(

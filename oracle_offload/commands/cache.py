@@ -14,6 +14,7 @@ from ..host.processes import is_alive
 from ..sizes import format_size, parse_size
 from ..views.live import pid_of
 from ..views.terminal import FileError, naming, put
+from .exits import Exit
 
 DESCRIPTION = """\
 Tell what this package keeps in the user's cache folder, and how much. All of it is made anew when
@@ -42,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, done: int, error: int) -> int:
-    """Run the command; return one of the two exit codes given."""
+def run(args: argparse.Namespace) -> Exit:
+    """Run the command."""
     said = ""
     try:
         if args.clear:
@@ -57,8 +58,8 @@ def run(args: argparse.Namespace, done: int, error: int) -> int:
             put(sys.stdout, said + listing())
     except (FileError, OSError, ValueError) as problem:
         print(f"cache: {problem}", file=sys.stderr)
-        return error
-    return done
+        return Exit.ERROR
+    return Exit.OK
 
 
 def listing() -> str:

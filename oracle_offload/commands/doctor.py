@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from ..views.terminal import FileError, naming, show
+from .exits import Exit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--aitoolkit", metavar="PATH", help="examine an AI-Toolkit checkout too")
 
 
-def run(args: argparse.Namespace, fit: int, error: int, bad: int) -> int:
-    """Run the command; return one of the three exit codes given."""
+def run(args: argparse.Namespace) -> Exit:
+    """Run the command."""
     from ..doctor import examine
 
     if sys.stderr.isatty():
@@ -35,5 +36,5 @@ def run(args: argparse.Namespace, fit: int, error: int, bad: int) -> int:
                 show(sys.stdout, lambda width, color: report.to_text(width=width, colour=color))
     except FileError as problem:
         print(problem, file=sys.stderr)
-        return error
-    return bad if report.verdict == "bad" else fit
+        return Exit.ERROR
+    return Exit.CHECK_FAILED if report.verdict == "bad" else Exit.OK

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
+
+from ..views.terminal import FileError
+from .exits import Exit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,8 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--history", metavar="FILE", help="a step history (JSON lines)")
 
 
-def run(args: argparse.Namespace, found: int, error: int, nothing: int) -> int:
-    """Run the command; return one of the three exit codes given."""
+def run(args: argparse.Namespace) -> Exit:
+    """Run the command."""
     from ..explain import command
 
-    return command.run(args, found, error, nothing)
+    try:
+        return Exit.OK if command.run(args) else Exit.CHECK_FAILED
+    except FileError as problem:
+        print(problem, file=sys.stderr)
+        return Exit.ERROR

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..views.patience import Patience, quiet_libraries
 from ..views.terminal import FileError, naming, printable, put, show
+from .exits import Exit
 
 if TYPE_CHECKING:
     from ..planning import Plan
@@ -80,13 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="PAGE", help="write the page to PAGE as well")
 
 
-def run(args: argparse.Namespace, fits: int, error: int, usage: int, does_not_fit: int) -> int:
-    """Run the command; return one of the exit codes given."""
+def run(args: argparse.Namespace) -> Exit:
+    """Run the command."""
     with Patience("plan", _LOGGER), quiet_libraries():
-        return _run(args, fits, error, usage, does_not_fit)
+        return _run(args)
 
 
-def _run(args: argparse.Namespace, fits: int, error: int, usage: int, does_not_fit: int) -> int:
+def _run(args: argparse.Namespace) -> Exit:
     from ..planning.known import known
 
     logger = logging.getLogger(_LOGGER)
@@ -105,7 +106,7 @@ def _run(args: argparse.Namespace, fits: int, error: int, usage: int, does_not_f
                 found = plan(args.model, **options)
             except ValueError as problem:
                 print(f"plan: {printable(str(problem))}", file=sys.stderr)
-                return usage
+                return Exit.USAGE
         shown: Plan | Verification = found
         if args.verify is not None:
             with naming("read", args.verify):
@@ -121,5 +122,5 @@ def _run(args: argparse.Namespace, fits: int, error: int, usage: int, does_not_f
                 show(sys.stdout, lambda width, color: shown.to_text(width=width, color=color))
     except (FileError, OffloadError) as problem:
         print(printable(str(problem)), file=sys.stderr)
-        return error
-    return fits if found.fits else does_not_fit
+        return Exit.ERROR
+    return Exit.OK if found.fits else Exit.CHECK_FAILED

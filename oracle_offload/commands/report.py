@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..views.terminal import FileError, naming, put, show
+from .exits import Exit
 
 if TYPE_CHECKING:
     from ..explain import OomReport
@@ -39,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="PAGE", help="write the page to PAGE as well")
 
 
-def run(args: argparse.Namespace, shown: int, error: int) -> int:
-    """Run the command; return one of the two exit codes given."""
+def run(args: argparse.Namespace) -> Exit:
+    """Run the command."""
     try:
         report = _read(args.file) if args.after is None else _compared(args.file, args.after)
         if args.html:
@@ -52,10 +53,10 @@ def run(args: argparse.Namespace, shown: int, error: int) -> int:
                 sys.stdout.flush()
             else:
                 show(sys.stdout, lambda width, color: report.to_text(width=width, color=color))
-        return shown
+        return Exit.OK
     except FileError as problem:
         print(problem, file=sys.stderr)
-        return error
+        return Exit.ERROR
 
 
 def _compared(before: str, after: str) -> Comparison:

@@ -13,6 +13,7 @@ from ..host.cache import folder
 from ..host.sensors import Sensors
 from ..views.live import Live, heartbeats, path_of, ranks_beside, read
 from ..views.terminal import FileError, columns, naming, obeys, put, show, wants_color
+from .exits import Exit
 
 EVERY_S = 1.0
 _HOME, _CLEAR_BELOW = "\x1b[H", "\x1b[J"
@@ -25,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, one line per look")
 
 
-def run(args: argparse.Namespace, shown: int, error: int) -> int:
-    """Run the command; return one of the two exit codes given."""
+def run(args: argparse.Namespace) -> Exit:
+    """Run the command."""
     # Off a terminal there is nothing to draw over: one look, or a line of JSON per look.
     once = args.once or not (obeys(sys.stdout) or args.json)
     try:
@@ -39,14 +40,14 @@ def run(args: argparse.Namespace, shown: int, error: int) -> int:
                 f"({path.name} is gone)",
                 file=sys.stderr,
             )
-        return shown
+        return Exit.OK
     except FileError as problem:
         print(problem, file=sys.stderr)
-        return error
+        return Exit.ERROR
     except KeyboardInterrupt:  # how one who watches leaves
         if once:
             raise
-        return shown
+        return Exit.OK
 
 
 def _watch(path: Path, once: bool, show_look: Callable[[Live], None]) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
-from ..views.terminal import FileError, naming, printable, put, show
+from ..views.terminal import naming, printable, put, show
 from .history import read_history
 from .pipeline import explain, machine_ram
 from .reading import read_excerpt
@@ -32,29 +32,31 @@ LONGEST_WAIT_S = 2.0
 _STDIN = "standard input"
 
 
-def run(args: argparse.Namespace, found: int, error: int, nothing: int) -> int:
-    """Run the command; return one of the three exit codes given."""
+def run(args: argparse.Namespace) -> bool:
+    """Show every report; return whether an error was found.
+
+    Raises
+    ------
+    FileError
+        A file cannot be read or written.
+    """
+    history: History = args.history
+    if args.history is not None:
+        with naming("read", args.history):
+            records = read_history(args.history)
+            # A file that is followed grows; a pipe can be read but once.
+            if not (args.follow and os.path.isfile(args.history)):
+                history = records
+    reports = _followed(args.log, history) if args.follow else _once(args.log, history)
+    seen = False
     try:
-        history: History = args.history
-        if args.history is not None:
-            with naming("read", args.history):
-                records = read_history(args.history)
-                # A file that is followed grows; a pipe can be read but once.
-                if not (args.follow and os.path.isfile(args.history)):
-                    history = records
-        reports = _followed(args.log, history) if args.follow else _once(args.log, history)
-        seen = False
-        try:
-            for report in reports:
-                seen = seen or report.found
-                _show(report, args)
-        except KeyboardInterrupt:
-            if not args.follow:
-                raise
-        return found if seen else nothing
-    except FileError as problem:
-        print(problem, file=sys.stderr)
-        return error
+        for report in reports:
+            seen = seen or report.found
+            _show(report, args)
+    except KeyboardInterrupt:
+        if not args.follow:
+            raise
+    return seen
 
 
 def _once(path: str, history: History) -> Iterator[OomReport]:

@@ -379,7 +379,7 @@ def test_rows_of_the_matrix_are_of_real_trainings(small, in_this_process, capsys
     documents = []
     as_text = bench.to_text
     monkeypatch.setattr(bench, "to_text", lambda rows: (documents.append(rows), as_text(rows))[1])
-    assert matrix(small) == cli.EXIT_CHECK_FAILED, "other must not have other bits"
+    assert matrix(small) == cli.Exit.CHECK_FAILED, "other must not have other bits"
     said = capsys.readouterr()
     assert "2/5: managed\n" in said.err
     assert "\nrefused failed: " in said.out and "--rank: 0 is below 1\n" in said.out
@@ -408,7 +408,7 @@ def test_every_option_of_the_matrix_is_one_of_the_example(small, tmp_path, monke
 @pytest.mark.slow
 def test_the_whole_matrix_in_processes_of_its_own(small, capsys):
     """`python -m pytest -m slow tests/clients/test_examples.py` runs it, in minutes."""
-    assert matrix(small) == cli.EXIT_OK
+    assert matrix(small) == cli.Exit.OK
     assert capsys.readouterr().out.count(" same\n") == 5
 
 
@@ -419,13 +419,13 @@ def test_where_nothing_or_resident_alone_could_be_trained_it_is_an_error(
         return subprocess.CompletedProcess(command, -9, "", "")
 
     monkeypatch.setattr(bench.subprocess, "run", killed)
-    assert matrix(tmp_path) == cli.EXIT_ERROR
+    assert matrix(tmp_path) == cli.Exit.ERROR
     assert "\nmanaged failed: it ended with -9\n" in capsys.readouterr().out
-    assert matrix(tmp_path, "--json") == cli.EXIT_ERROR
+    assert matrix(tmp_path, "--json") == cli.Exit.ERROR
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "oracle_offload/bench-matrix/1"
     assert [row["failed"] for row in document["rows"]] == ["it ended with -9"] * len(bench.CELLS)
-    assert cli.main(["bench", "--matrix", str(tmp_path / "no.py")]) == cli.EXIT_USAGE
+    assert cli.main(["bench", "--matrix", str(tmp_path / "no.py")]) == cli.Exit.USAGE
     assert capsys.readouterr().err.endswith("there is no such script\n")
 
 

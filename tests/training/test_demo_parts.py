@@ -141,7 +141,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch, capsys):
     from oracle_offload import cli
 
     monkeypatch.setitem(sys.modules, "peft", None)
-    assert cli.main(["demo", "--device", "cpu"]) == cli.EXIT_ERROR
+    assert cli.main(["demo", "--device", "cpu"]) == cli.Exit.ERROR
     assert capsys.readouterr().err == (
         "the demo needs peft: pip install torch diffusers peft (or make demo)\n"
     )
@@ -154,7 +154,7 @@ def test_what_the_demonstration_cannot_do_is_one_line(monkeypatch, capsys):
         raise OffloadError("no CUDA device")
 
     monkeypatch.setattr(demo, "run_demo", fail)
-    assert cli.main(["demo", "--device", "cuda"]) == cli.EXIT_ERROR
+    assert cli.main(["demo", "--device", "cuda"]) == cli.Exit.ERROR
     assert capsys.readouterr().err == "demo: no CUDA device\n"
 
 

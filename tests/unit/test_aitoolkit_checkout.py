@@ -17,6 +17,7 @@ import pytest
 import oracle_offload
 from oracle_offload import cli
 from oracle_offload.aitoolkit import checkout
+from oracle_offload.commands.exits import Exit
 
 ROOT = Path(__file__).parent.parent.parent
 ORIGINALS = {
@@ -386,22 +387,22 @@ def test_the_codes_of_a_run_are_those_that_it_was_given(
 
     def code(*flags: object) -> tuple[int, str]:
         args = parser.parse_args([*map(str, flags)])
-        return command.run(args, 10, 11, 12), capfd.readouterr().out
+        return command.run(args), capfd.readouterr().out
 
     manager = toolkit / checkout.FOLDER / "manager.py"
-    assert code("status", toolkit)[0] == code("patch", toolkit)[0] == 10
+    assert code("status", toolkit)[0] == code("patch", toolkit)[0] == Exit.OK
     found, said = code("install", toolkit)
-    assert found == 10 and "Restart AI-Toolkit" in said
-    assert code("status", toolkit)[0] == code("status", toolkit, "--json")[0] == 10
+    assert found == Exit.OK and "Restart AI-Toolkit" in said
+    assert code("status", toolkit)[0] == code("status", toolkit, "--json")[0] == Exit.OK
     found, said = code("uninstall", toolkit)
-    assert found == 10 and "2 of 2 files changed" in said and "Restart" not in said
+    assert found == Exit.OK and "2 of 2 files changed" in said and "Restart" not in said
     found, said = code("uninstall", toolkit)
-    assert found == 10 and said.count(": AI-Toolkit's, of 2026-08-12, left as it is\n") == 2
+    assert found == Exit.OK and said.count(": AI-Toolkit's, of 2026-08-12, left as it is\n") == 2
     for action in ("install", "status", "patch"):
-        assert code(action, tmp_path)[0] == 11
+        assert code(action, tmp_path)[0] == Exit.ERROR
     manager.write_bytes(b"another\n")
-    assert code("status", toolkit)[0] == code("status", toolkit, "--json")[0] == 12
-    assert code("install", toolkit)[0] == 11
+    assert code("status", toolkit)[0] == code("status", toolkit, "--json")[0] == Exit.CHECK_FAILED
+    assert code("install", toolkit)[0] == Exit.ERROR
 
 
 def test_a_backup_beside_an_original_is_no_part_of_the_patch(toolkit: Path) -> None:

@@ -175,9 +175,9 @@ def test_keep_removes_what_was_not_used_longest(
     assert (store.folder.parent / "heartbeat-1.json").exists()
 
 
-def test_the_command_returns_the_code_it_was_given(store: Store) -> None:
-    assert cache.run(argparse.Namespace(clear=False, keep=None), 7, 8) == 7
-    assert cache.run(argparse.Namespace(clear=False, keep="much"), 7, 8) == 8
+def test_the_command_says_whether_it_understood_a_size(store: Store) -> None:
+    assert cache.run(argparse.Namespace(clear=False, keep=None)) == cli.Exit.OK
+    assert cache.run(argparse.Namespace(clear=False, keep="much")) == cli.Exit.ERROR
 
 
 def test_what_is_no_size_is_refused(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,9 +42,9 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_the_doctor_exits_with_3_where_something_is_bad(
     examined: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["doctor"]) == cli.EXIT_CHECK_FAILED == 3
+    assert cli.main(["doctor"]) == cli.Exit.CHECK_FAILED == 3
     assert capsys.readouterr().out.startswith("doctor: 1 bad\n")
-    assert cli.main(["doctor", "--aitoolkit", "/a/checkout"]) == cli.EXIT_OK == 0
+    assert cli.main(["doctor", "--aitoolkit", "/a/checkout"]) == cli.Exit.OK == 0
     assert examined == [None, "/a/checkout"]
 
 
@@ -60,7 +60,7 @@ def test_the_doctor_prints_json_and_writes_a_page(
 def test_a_page_that_cannot_be_written_is_one_line_and_an_error(
     examined: list[object], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert cli.main(["doctor", "--html", str(tmp_path)]) == cli.EXIT_ERROR == 1
+    assert cli.main(["doctor", "--html", str(tmp_path)]) == cli.Exit.ERROR == 1
     said = capsys.readouterr()
     assert said.err.startswith(f"cannot write {tmp_path}: ") and said.err.count("\n") == 1
     assert said.out == ""
@@ -82,7 +82,7 @@ def test_only_a_terminal_is_told_that_examining_takes_a_while(
 def test_an_interrupted_command_exits_as_shells_expect(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(args: argparse.Namespace, *codes: int) -> int:
+    def interrupt(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("oracle_offload.commands.doctor.run", interrupt)
@@ -187,7 +187,7 @@ TAKEN: dict[str, dict[str, object]] = {
 def test_each_command_takes_these(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, object]] = []
 
-    def run(args: argparse.Namespace, *codes: int) -> int:
+    def run(args: argparse.Namespace) -> int:
         given.append(vars(args))
         return 7
 

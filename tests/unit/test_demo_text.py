@@ -97,11 +97,11 @@ def test_the_last_line_is_the_verdict(changes: dict[str, Any], agree: str, end: 
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({}, cli.EXIT_OK),
-        ({"equal_steps": 2}, cli.EXIT_CHECK_FAILED),
-        ({"weights_equal": False}, cli.EXIT_CHECK_FAILED),
-        ({"equal_steps": 2, "residents_agree": True}, cli.EXIT_CHECK_FAILED),
-        ({"equal_steps": 2, "residents_agree": False}, cli.EXIT_OK),  # it is the machine
+        ({}, cli.Exit.OK),
+        ({"equal_steps": 2}, cli.Exit.CHECK_FAILED),
+        ({"weights_equal": False}, cli.Exit.CHECK_FAILED),
+        ({"equal_steps": 2, "residents_agree": True}, cli.Exit.CHECK_FAILED),
+        ({"equal_steps": 2, "residents_agree": False}, cli.Exit.OK),  # it is the machine
     ],
 )
 def test_the_exit_code_follows_the_bits(
@@ -159,7 +159,7 @@ def test_what_libraries_say_at_their_import_is_not_shown(monkeypatch: pytest.Mon
         return RESULT, ""
 
     monkeypatch.setattr(demo, "run_demo", ended)
-    assert cli.main(["demo"]) == cli.EXIT_OK
+    assert cli.main(["demo"]) == cli.Exit.OK
     assert during == [logging.ERROR] * 4
     assert [logging.getLogger(name).level for name in names] == before
 

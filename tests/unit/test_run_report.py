@@ -18,6 +18,7 @@ from test_recording_page import step as step_of
 
 from oracle_offload import cli
 from oracle_offload.commands import report as command
+from oracle_offload.commands.exits import Exit
 from oracle_offload.metrics import SCHEMA as METRICS
 from oracle_offload.metrics import read_metrics
 from oracle_offload.views.recording import SCHEMA as RECORDING
@@ -320,15 +321,15 @@ def test_another_file_is_told_what_is_wanted_instead(
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_the_command_returns_the_code_it_was_given(
+def test_the_command_says_whether_it_could_read_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     path = write_metrics(tmp_path / "metrics.jsonl")
-    assert command.run(parser.parse_args([str(path), *flags]), 7, 8) == 7
+    assert command.run(parser.parse_args([str(path), *flags])) == Exit.OK
     assert capsys.readouterr().out
-    assert command.run(parser.parse_args([str(tmp_path / "no"), *flags]), 7, 8) == 8
+    assert command.run(parser.parse_args([str(tmp_path / "no"), *flags])) == Exit.ERROR
     assert not capsys.readouterr().out
 
 
