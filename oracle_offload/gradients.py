@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from typing import cast
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
-from ._core import HostBuffer
 from .engines import DeviceState
 from .geometry import is_dense, tensor_bytes
+from .host.locked import LockedPool
 
 _HOST = torch.device("cpu")
 _MOST_TASKS = 64
@@ -42,10 +41,7 @@ class Gradients:
     def __init__(self, state: DeviceState, may_lock: Callable[[int], bool]) -> None:
         self.device = state.device
         self._state = state
-        self._may_lock = may_lock
-        self._buffers: list[HostBuffer] = []  # locked, and known to the engine
-        self._free: dict[int, list[HostBuffer]] = {}  # those that no tensor points into, by size
-        self._is_refused = False
+        self._pool = LockedPool(state, may_lock)
 
     def to_host(self, gradient: Tensor | None) -> Tensor | None:
         """Return a host copy of a device gradient once its bytes have arrived.
@@ -80,41 +76,19 @@ class Gradients:
 
     def _empty_like(self, gradient: Tensor) -> Tensor:
         size, stride, dtype = gradient.size(), gradient.stride(), gradient.dtype
-        buffer = self._take(tensor_bytes(gradient))
-        if buffer is None:
+        nbytes = tensor_bytes(gradient)
+        buffer = self._pool.take(nbytes) if nbytes >= LEAST_BYTES else None
+        if buffer is None:  # it has to do with ordinary memory
             return torch.empty_strided(size, stride, dtype=dtype, device=_HOST)
         export = memoryview(buffer)  # torch keeps it for as long as a tensor points there
-        give = self._free.setdefault(buffer.nbytes, []).append
-        weakref.finalize(export, give, buffer).atexit = False
+        weakref.finalize(export, self._pool.giver(nbytes), buffer).atexit = False
         flat = torch.frombuffer(export, dtype=dtype)
         empty = torch.empty(0, dtype=dtype, device="cpu")
         return empty.set_(flat.untyped_storage(), 0, size, stride)
 
-    def _take(self, nbytes: int) -> HostBuffer | None:
-        """Return locked memory; None where a gradient has to do with ordinary memory."""
-        if nbytes < LEAST_BYTES:
-            return None
-        with contextlib.suppress(IndexError):  # another thread may take the last one
-            return self._free.setdefault(nbytes, []).pop()
-        with self._state.lock:
-            locked = sum(buffer.nbytes for buffer in self._buffers)
-            if self._is_refused or not self._may_lock(locked + nbytes):
-                return None
-            buffer = HostBuffer(nbytes)
-            self._is_refused = self._state.engine.lock(buffer) is not None
-            self._buffers.append(buffer)
-            if not self._is_refused:
-                return buffer
-            self.give_back_all()  # what else needs locked memory, now or later, finds some
-            return None
-
     def give_back_all(self) -> None:
         """Unlock all of it; gradients that are there keep their memory, as ordinary memory."""
-        with self._state.lock:
-            self._free = {}
-            while self._buffers:
-                self._state.engine.unlock(self._buffers[-1])
-                self._buffers.pop()
+        self._pool.give_back_all()
 
 
 def note_trainable(state: DeviceState, task: int) -> None:

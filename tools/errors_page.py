@@ -237,6 +237,16 @@ NOTES: dict[str, dict[str, str]] = {
             "`targets` are names of layers or their ends, as in peft's `target_modules`."
         ),
     },
+    "Activations that leave": {
+        "a transform of torch.func saves no tensors by hooks": (
+            "`torch.func.grad` and the like keep no saved tensors that could be packed. See "
+            "[activations](activations.md)."
+        ),
+        "takes saved tensors": (
+            "Two that move the same tensors would each wait for the other's copies. Which one is "
+            "there already is named."
+        ),
+    },
     "Sizes": {
         "is not a finite number of bytes": "A computed size came out as infinite or no number.",
         "is not a size; use bytes": 'Write bytes, `"8GiB"`, `"8GB"` or a share such as 0.5.',

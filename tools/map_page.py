@@ -24,6 +24,7 @@ FOLDERS = {
     "oracle_offload/micro_batches": "several micro-batches at once; could be deleted whole",
     "oracle_offload/views": "what people see",
     "oracle_offload/survive": "what keeps a training alive and honest; could be deleted whole",
+    "oracle_offload/train": "what training needs beside the weights; could be deleted whole",
     "oracle_offload/recipes": "wrappers over what torch has; could be deleted whole",
     "oracle_offload/host": "the host as the system shows it",
     "oracle_offload/aitoolkit": "the drop-in for AI-Toolkit; could be deleted whole",

@@ -512,7 +512,48 @@ class _Through(NamedTuple):
     version: int
 
 
-class _Notes:
+class ChainedHooks:
+    """A pair of saved-tensor hooks that knows the pair outside: torch calls the innermost alone.
+
+    Made where the pair outside is the innermost still.
+    """
+
+    def __init__(self) -> None:
+        self._outer: tuple[Any, Any] | None = (
+            self._hooks_found() if _top_hooks is None else _top_hooks(True)
+        )
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what autograd keeps for `tensor`."""
+        raise NotImplementedError
+
+    def unpack(self, kept: Any) -> Tensor:
+        """Return what was packed."""
+        raise NotImplementedError
+
+    def _hooks_found(self) -> tuple[Any, Any] | None:
+        """Return what packs and unpacks by the pair outside, if any, where torch does not name it.
+
+        A function that saves a tensor has it packed by them; a saved tensor that has been packed
+        takes no hooks of its own.
+        """
+        kept = _kept_by_hooks(
+            torch.empty(0, device="cpu")
+        )  # it has to live as long as what its node has saved
+        saved = kept.grad_fn._raw_saved_tensors[0]
+        try:
+            saved.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        except RuntimeError:
+            return self._pack_outside, lambda kept: kept.grad_fn.saved_tensors[0]
+        return None
+
+    def _pack_outside(self, tensor: Tensor) -> Any:
+        # These are the innermost now.
+        with Taken(_pop_hooks, functools.partial(_push_hooks, self.pack, self.unpack)):
+            return _kept_by_hooks(tensor)
+
+
+class _Notes(ChainedHooks):
     """The saved-tensor hooks of one forward: what aliases the slot becomes a note.
 
     torch calls the innermost pair of hooks alone. So everything else goes on to the pair outside,
@@ -534,9 +575,7 @@ class _Notes:
         self._derived: dict[int, int] = {}  # bytes made of the weights, by address
         self._stays = False
         self._made: list[weakref.ref[_Note]] = []
-        self._outer: tuple[Any, Any] | None = (
-            self._hooks_found() if _top_hooks is None else _top_hooks(True)
-        )
+        super().__init__()
         # Whether what is packed stays what it is, however many such pairs it goes through, and
         # waits for a backward that has not begun.
         outer: Any = None if self._outer is None else getattr(self._outer[0], "__self__", None)
@@ -570,27 +609,6 @@ class _Notes:
         for note in (found for reference in self._made if (found := reference()) is not None):
             if note.name == name and note.writes == writes:
                 note.version = version
-
-    def _hooks_found(self) -> tuple[Any, Any] | None:
-        """Return what packs and unpacks by the pair outside, if any, where torch does not name it.
-
-        A function that saves a tensor has it packed by them; a saved tensor that has been packed
-        takes no hooks of its own.
-        """
-        kept = _kept_by_hooks(
-            torch.empty(0, device="cpu")
-        )  # it has to live as long as what its node has saved
-        saved = kept.grad_fn._raw_saved_tensors[0]
-        try:
-            saved.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
-        except RuntimeError:
-            return self._pack_outside, lambda kept: kept.grad_fn.saved_tensors[0]
-        return None
-
-    def _pack_outside(self, tensor: Tensor) -> Any:
-        # These are the innermost now.
-        with Taken(_pop_hooks, functools.partial(_push_hooks, self.pack, self.unpack)):
-            return _kept_by_hooks(tensor)
 
     def _is_made_of_slot(self, tensor: Any) -> bool:
         """Whether a tensor that is made of others is made of what is lent."""

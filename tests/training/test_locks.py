@@ -20,7 +20,7 @@ from oracle_offload import arena, attachment, engines, masters, selection
 from oracle_offload.locks import Lock
 from oracle_offload.witness import Witness
 
-LINES = ("turn", "structure", "watch", "device", "registry", "engine")
+LINES = ("turn", "structure", "watch", "activations", "device", "registry", "engine")
 ROUNDS = 3
 LIMIT_S = 120.0
 

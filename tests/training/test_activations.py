@@ -1,0 +1,532 @@
+"""Activations leave the device and come back: same bits, once, in time, and nothing stays."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+import types
+
+import pytest
+import torch
+from equality import assert_same, attached, gradients
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from oracle_offload.engines import open_states
+from oracle_offload.errors import OffloadError
+from oracle_offload.simulator import Schedule
+from oracle_offload.train import activations as module
+from oracle_offload.train import offload_activations
+from oracle_offload.witness import Witness
+
+WIDTH, ROWS = 48, 64
+LEAST = 4 * WIDTH * ROWS  # bytes of one hidden state
+KINDS = ["plain", "reentrant", "not reentrant"]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, kind="plain", blocks=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.kind == "plain":
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.kind == "reentrant")
+        return x
+
+
+def batch(device, number=0):
+    torch.manual_seed(number)
+    return torch.randn(ROWS, WIDTH).to(device).requires_grad_()
+
+
+def losses(model, device, steps=3, autocast=False, save=contextlib.nullcontext):
+    """Losses and gradients of some steps of two micro-batches, with a validation in between."""
+    found = []
+    for step in range(steps):
+        model.zero_grad()
+        for micro in range(2):
+            kind = torch.device(device).type
+            with torch.autocast(kind, torch.bfloat16, enabled=autocast), save():
+                loss = model(batch(device, 2 * step + micro)).float().square().mean()
+            loss.backward()
+            found.append(loss.detach().clone())
+            with torch.no_grad():
+                found.append(model(batch(device, 99)).float().sum())
+        found.append({name: grad.clone() for name, grad in gradients(model).items()})
+    return found
+
+
+def count_live(offload):
+    gc.collect()
+    offload.after_step()
+    return offload._live, offload._held_bytes, len(offload._leaving)
+
+
+@pytest.fixture(params=[False, True], ids=["resident", "attached"])
+def manage(request):
+    return lambda model, device: (
+        attached(model, device) if request.param else contextlib.nullcontext(model.to(device))
+    )
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_has_the_bits_of_torch_alone_and_of_save_on_cpu(device, manage, kind, autocast):
+    resident = Model(kind).to(device)
+    expected = losses(resident, device, autocast=autocast)
+    saved = losses(resident, device, autocast=autocast, save=torch.autograd.graph.save_on_cpu)
+    assert_same(saved, expected)
+    model, least = Model(kind), LEAST // 2 if autocast else LEAST
+    with manage(model, device), offload_activations(model, least, device_budget=2 * LEAST) as o:
+        assert_same(losses(model, device, autocast=autocast), expected)
+        counts = o.counts
+        assert counts.left >= 12 and counts.returned >= 6, counts
+        if kind != "plain":  # what the checkpoints keep, and nothing of a recompute
+            assert counts.left + counts.stayed <= 3 * 2 * 5, counts
+        assert counts.left_bytes >= counts.left * LEAST // 2
+        stats = o._state.engine.stats()
+        assert (stats["left_copies"], stats["returned_copies"]) == (counts.left, counts.returned)
+        assert stats["left_bytes"] == counts.left_bytes
+        is_attached = "_memory_manager" in model.__dict__
+        assert (stats["managed_bytes"] > 0) == (stats["h2d_bytes"] > 0) == is_attached
+        assert count_live(o) == (0, 0, 0)
+
+
+def test_it_is_the_same_under_the_witness(device):
+    resident, model = Model().to(device), Model()
+    expected = losses(resident, device)
+    with attached(model, device), offload_activations(model, LEAST) as offload, Witness():
+        assert_same(losses(model, device), expected)
+        assert offload.counts.returned > 6
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_no_schedule_of_the_device_changes_the_bits(sim, schedule):
+    expected = losses(Model(), "cpu", steps=2)
+    sim.set_schedule(schedule, 3)
+    sim.slow_link(0.05)
+    model = Model()
+    with attached(model), offload_activations(model, LEAST, device_budget=4 * LEAST) as offload:
+        assert_same(losses(model, "cpu", steps=2), expected)
+        assert offload.counts.returned > 8, offload.counts
+
+
+def test_memory_that_goes_back_before_its_copy_has_read_it_is_seen(sim, monkeypatch):
+    """Were it not, the tests above would show nothing of the wait before memory goes back."""
+    kept = []
+
+    def forgets(self, trip, stream):
+        if trip.is_leaving:
+            self._leaving_bytes -= trip.nbytes
+            trip.is_leaving = False
+            kept.append(trip.here)  # else the next owner's numbers would be anybody's
+            self._state.time.flush(stream)
+            sim.launch(stream, (), ((trip.here.data_ptr(), trip.nbytes),))
+
+    model = Model()
+    with offload_activations(model, LEAST, device_budget=2 * LEAST) as offload:
+        model(batch("cpu")).sum().backward()
+        assert offload.counts.left > 0 and not sim.reports()
+        monkeypatch.setattr(module.ActivationOffload, "_join_out", forgets)
+        model(batch("cpu")).sum().backward()
+        monkeypatch.undo()
+        assert kept and "bytes that leave" in sim.reports("race")[0]
+    sim.clear_reports()
+
+
+def test_what_comes_next_is_there_when_backward_asks(device):
+    model = Model(blocks=6).to(device)
+    with offload_activations(model, LEAST) as offload:
+        losses(model, device, steps=2)
+        late = offload.counts.late
+        losses(model, device, steps=2)
+        assert offload.counts.late == late, "the order was not learned"
+        assert offload.counts.stayed > 0, "what comes back first has left"
+
+
+class Crossed(nn.Module):
+    """Two branches, of which backward visits the one first that was computed first."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x):
+        ends = []
+        for half in (self.layers[:4], self.layers[4:]):
+            y = x * 1.0
+            for layer in half:
+                y = torch.tanh(layer(y))
+            ends.append(y)
+        return Late.apply(ends[1], ends[0])
+
+
+class Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        return a + b
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad
+
+
+def test_the_order_of_return_is_learned(device):
+    model = Crossed().to(device)
+    with offload_activations(model, LEAST, device_budget=6 * LEAST) as offload:
+        for step in range(3):
+            model(batch(device, step)).square().sum().backward()
+        run = offload._run
+        late = offload.counts.late
+        model(batch(device, 3)).square().sum().backward()
+        assert offload._learned[1] == run.returned or offload._run.order is not None
+        assert offload.counts.late == late and offload.counts.returned > 0
+
+
+def test_views_of_one_storage_travel_once(device):
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, x):
+            q, k, v = self.layer(x).chunk(3, -1)
+            y = (q * k) * v + q.exp() * k.t().reshape(k.shape)
+            del q, k, v
+            return (y * 1.0).square()
+
+    torch.manual_seed(0)
+    model = Views()
+    resident = copy.deepcopy(model).to(device)
+    model.to(device)
+    expected = resident(batch(device)).sum()
+    expected.backward()
+    with offload_activations(model, 3 * LEAST) as offload:
+        loss = model(batch(device)).sum()
+        assert offload.counts.left == 1 and offload.counts.left_bytes == 3 * LEAST
+        loss.backward()
+        assert offload.counts.returned <= 1
+        assert_same(gradients(model), gradients(resident))
+        assert_same(loss, expected)
+
+
+def test_weights_and_masters_never_leave(device, manage):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    with manage(model, device), offload_activations(model, 16) as offload:
+        x = batch(device)[:2].detach().clone().requires_grad_()
+        model(x).sum().backward()
+        # The input, and what is between the layers; each weight is larger than both.
+        assert offload.counts.left == 2
+        assert offload.counts.left_bytes == 2 * 2 * WIDTH * 4
+
+
+def test_a_graph_that_is_kept_is_gone_through_again(device):
+    model, resident = Model().to(device), Model().to(device)
+    loss = resident(batch(device)).square().sum()
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+    with offload_activations(model, LEAST, device_budget=2 * LEAST) as offload:
+        kept = model(batch(device)).square().sum()
+        for _ in range(3):
+            kept.backward(retain_graph=True)
+        assert offload.counts.returned > 2 * (offload.counts.left - 4) > 0, offload.counts
+        assert_same(gradients(model), gradients(resident))
+        del kept
+        assert count_live(offload) == (0, 0, 0)
+
+
+def test_a_gradient_of_a_gradient(device):
+    def twice(model):
+        x = batch(device)
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        first.square().sum().backward()
+        return first.detach(), x.grad, gradients(model)
+
+    model, resident = Model().to(device), Model().to(device)
+    expected = twice(resident)
+    with offload_activations(model, LEAST, device_budget=2 * LEAST) as offload:
+        assert_same(twice(model), expected)
+        assert offload.counts.returned > 4
+
+
+class Writes(nn.Module):
+    """Writes to what it has saved, in place."""
+
+    def __init__(self, nbytes):
+        super().__init__()
+        self.layer, self.numbers = nn.Linear(WIDTH, WIDTH), nbytes
+
+    def forward(self, x):
+        y = self.layer(x)
+        z = y.square()
+        self.written = y
+        return z
+
+
+@pytest.mark.parametrize("least", [LEAST, 1 << 30], ids=["left", "stayed"])
+def test_a_write_in_place_raises_as_it_does_without(device, least):
+    model = Writes(least).to(device)
+    with offload_activations(model, least) as offload:
+        z = model(batch(device)).sum()
+        assert (offload.counts.left > 0) == (least == LEAST)
+        with torch.no_grad():
+            model.written.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.backward()
+        model.written = None
+        del z
+        gc.collect()
+
+
+class Breaks(nn.Module):
+    """Raises where it is told to, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.error, self.where = None, None
+
+    def forward(self, x):
+        if self.where == "forward":
+            self.where = None
+            raise self.error
+        y = x * 1.0
+        if self.where == "backward":
+            self.where = None
+            y.register_hook(self.raises)
+        return y
+
+    def raises(self, grad):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("planted"), KeyboardInterrupt()], ids=["error", "^C"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_breaks_off_leaves_nothing(device, manage, where, error):
+    model = Model()
+    model.blocks.insert(2, Breaks())
+    breaks = model.blocks[2]
+    resident = Model()
+    resident.blocks.insert(2, Breaks())
+    expected = losses(resident.to(device), device, steps=1)
+    with manage(model, device), offload_activations(model, LEAST) as offload:
+        for _ in range(2):
+            breaks.error, breaks.where = error, where
+            with pytest.raises(type(error)):
+                model(batch(device)).square().mean().backward()
+        error.__traceback__ = None
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert_same(losses(model, device, steps=1), expected)
+        assert count_live(offload) == (0, 0, 0) and offload.counts.returned > 0
+
+
+def test_a_graph_that_is_thrown_away_gives_its_memory_back(device):
+    model = Model().to(device)
+    with offload_activations(model, LEAST) as offload:
+        for step in range(3):
+            loss = model(batch(device, step)).sum()
+            del loss
+        has = offload.host_bytes
+        model(batch(device)).sum().backward()
+        assert offload.host_bytes == has > 0
+        assert count_live(offload) == (0, 0, 0)
+
+
+def test_a_thousand_steps_grow_nothing():
+    model = nn.Sequential(*(nn.Tanh() for _ in range(2)))
+    x = torch.randn(8, 8, requires_grad=True)
+    with offload_activations(model, 256) as offload:
+        engine = offload._state.engine
+
+        def steps(number):
+            for _ in range(number):
+                model(x).sum().backward()
+            return offload.host_bytes, engine.stats()["allocations"], len(offload._known)
+
+        before = steps(50)
+        has = len(gc.get_objects())
+        assert steps(950) == before
+        assert len(gc.get_objects()) - has < 500
+        assert offload.counts.left + offload.counts.stayed == 2000 and offload.counts.left > 0
+
+
+def test_what_the_host_has_no_room_for_stays(device):
+    model, resident = Model().to(device), Model().to(device)
+    expected = losses(resident, device)
+    with offload_activations(model, LEAST, host_budget=3 * LEAST) as offload:
+        assert_same(losses(model, device), expected)
+        counts = offload.counts
+        assert 0 < offload.host_bytes <= 3 * LEAST and counts.left > 0
+        assert counts.refused > 0 and counts.stayed >= counts.refused
+
+
+def test_a_host_that_locks_nothing_more_is_borne(sim):
+    model = Model()
+    expected = losses(Model(), "cpu")
+    with offload_activations(model, LEAST) as offload:
+        sim.set_lock_quota(2 * LEAST)
+        assert_same(losses(model, "cpu"), expected)
+        assert offload.counts.refused > 0 and offload.host_bytes == 0
+        sim.set_lock_quota(None)
+
+
+def test_the_device_budget_bounds_what_is_held(device):
+    for many in (2, 6):
+        model = Model().to(device)
+        most = []
+        with offload_activations(model, LEAST, device_budget=many * LEAST) as offload:
+            holds = offload._hold
+
+            def hold(trip, storage, holds=holds, most=most, offload=offload):
+                holds(trip, storage)
+                most.append(offload._held_bytes)
+
+            offload._hold = hold
+            losses(model, device)
+            # One more at the moment that it comes, before another has left.
+            assert LEAST < max(most) <= (many + 2) * LEAST
+            del offload._hold
+
+
+def test_hooks_outside_see_everything_and_what_they_make_leaves(device):
+    model, resident = Model().to(device), Model().to(device)
+    expected = losses(resident, device, steps=1)
+    packed, unpacked = [], []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor
+
+    def unpack(kept):
+        unpacked.append(kept.shape)
+        return kept
+
+    def outside():
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    with offload_activations(model, LEAST) as offload:
+        assert_same(losses(model, device, steps=1, save=outside), expected)
+        assert offload.counts.left > 0 and len(packed) == len(unpacked) > offload.counts.left
+
+
+def test_a_checkpoint_around_the_model_keeps_what_it_keeps(device):
+    model, resident = Model().to(device), Model().to(device)
+    results = []
+    with offload_activations(model, LEAST) as offload:
+        for each in (resident, model):
+            loss = checkpoint(each, batch(device), use_reentrant=False).square().sum()
+            loss.backward()
+            results.append((loss, gradients(each)))
+        assert offload.counts.left == 0
+    assert_same(*results)
+
+
+def test_a_second_offloader_is_refused_by_name(device):
+    model = Model().to(device)
+    x = batch(device)
+    with offload_activations(model, LEAST):
+        with pytest.raises(OffloadError, match="another offload_activations"):
+            offload_activations(model, LEAST)
+        with pytest.raises(OffloadError, match="another offload_activations"):
+            offload_activations(nn.Sequential(model), LEAST)
+        with (
+            torch.autograd.graph.save_on_cpu(),
+            pytest.raises(OffloadError, match=r"graph\.save_on_cpu"),
+        ):
+            model(x)
+        with pytest.raises(OffloadError, match=r"torch\.func"):
+            torch.func.vmap(model)(x[None])
+
+    # The inner model was told first: the one outside finds it; here it is told last.
+    outer = nn.Sequential(model)
+    with (
+        offload_activations(outer, LEAST),
+        offload_activations(model, LEAST),
+        pytest.raises(OffloadError, match="another offload_activations"),
+    ):
+        outer(x)
+
+    class OffloadWrapper(nn.Module):
+        pass
+
+    with pytest.raises(OffloadError, match="offload_wrapper"):
+        offload_activations(nn.Sequential(OffloadWrapper()))
+
+
+def test_it_is_undone_without_a_trace(device):
+    model = Model()
+    offload = offload_activations(model, LEAST, device=device)
+    assert "forward" in model.__dict__
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for each in (model, copied, pickled):
+        each.to(device)
+    loss = model(batch(device)).sum()
+    left = offload.counts.left
+    assert left > 0
+    for other in (copied, pickled):
+        assert other(batch(device)).shape == (ROWS, WIDTH) and offload.counts.left == left
+        assert isinstance(other.forward, types.MethodType) and other.forward.__self__ is other
+    offload.remove()
+    assert "forward" not in model.__dict__ and open_states(), "its graph still needs the engine"
+    loss.backward()
+    assert offload.counts.returned > 0
+    model(batch(device)).sum().backward()
+    assert offload.counts.left == left
+    del loss
+    gc.collect()
+    offload.remove()
+    assert not open_states()
+
+
+def test_a_forward_that_somebody_put_there_is_called_and_put_back(device):
+    model = Model().to(device)
+    called = []
+
+    def own(x):
+        called.append(x)
+        return Model.forward(model, x)
+
+    model.forward = own
+    with offload_activations(model, LEAST) as offload:
+        model(batch(device)).sum().backward()
+        assert called and offload.counts.left > 0
+    assert model.forward is own
+
+
+def test_no_grad_costs_nothing(device):
+    model = Model().to(device)
+    with offload_activations(model, LEAST) as offload, torch.no_grad():
+        model(batch(device))
+        assert offload.counts == module.Counts()
+
+
+def test_what_it_says(device):
+    model = Model().to(device)
+    with offload_activations(model, LEAST) as offload:
+        model(batch(device)).sum().backward()
+        text = repr(offload)
+        assert text.startswith(f"ActivationOffload({offload.counts.left} left with ")
+        assert offload.name == "Model"
+    with pytest.raises(ValueError, match="least"):
+        offload_activations(model, "much")
+    with pytest.raises(ValueError, match="host_budget"):
+        offload_activations(model, LEAST, host_budget="little")
+    assert not open_states()
