@@ -330,6 +330,15 @@ class Engine:
         Nobody waits. The source is the caller's again after `trip_join`. Returns a ticket.
         """
 
+    def trip_home(self, target: int, source: int, nbytes: int, stream: int, /) -> int:
+        """As `trip_out`, of bytes that go home to stay: gradients, and what was stepped."""
+
+    def trip_in(self, target: int, source: int, nbytes: int, stream: int, /) -> int:
+        """Queue a copy of locked host bytes at `source` to memory allocated on `stream`.
+
+        Returns a ticket; the target may be used after `trip_join`.
+        """
+
     def trip_back(self, ticket: int, target: int, stream: int, /) -> int:
         """Queue the copy of what left by `ticket` to memory allocated on `stream`.
 
@@ -353,6 +362,12 @@ class Engine:
 
     def hold(self) -> None:
         """Trainable masters may be rewritten from now on: drop their copies, prefetch none."""
+
+    def is_locked(self, memory: int, nbytes: int, /) -> bool:
+        """Whether the engine reads and writes all of these host bytes where they lie."""
+
+    def rest(self) -> None:
+        """As `hold`, but their copies stay: `resume` trusts them, and `hold` drops them."""
 
     def settle(self) -> None:
         """Wait until nothing that is queued reads masters: any of them may be rewritten then."""

@@ -174,18 +174,15 @@ class CastStandIn(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, gradients: Gradients, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, landing: Tensor, gradients: Gradients, dtype: torch.dtype) -> Tensor:
         """Compute; see the class."""
-        ctx.gradients = gradients
-        ctx.dtype = parameter.dtype
-        return torch.empty(1, dtype=dtype, device=gradients.device).expand(parameter.shape)
+        ctx.dtype = landing.dtype
+        return torch.empty(1, dtype=dtype, device=gradients.device).expand(landing.shape)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Return the gradients; host tensors for parameters on the host."""
-        with torch.no_grad():
-            gradient = ctx.gradients.to_host(grad_outputs[0].to(ctx.dtype))
-        return gradient, None, None
+        """Return the gradient in the parameter's dtype."""
+        return grad_outputs[0].to(ctx.dtype), None, None
 
 
 _stand_in: Any = CastStandIn.apply
@@ -207,8 +204,8 @@ class StandIns:
         self._region: object = None
         self._made: dict[int, Tensor] = {}  # each keeps its Parameter alive, and so the id
 
-    def of(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what stands for `parameter`'s cast to `dtype`.
+    def of(self, parameter: Tensor, landing: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what stands for `parameter`'s cast to `dtype`; its gradient goes to `landing`.
 
         Autocast keeps casts of float32 leaves only; others are cast anew at each use, and float64
         is not cast. Where its cache is disabled every use is in a region of its own.
@@ -216,13 +213,13 @@ class StandIns:
         if not is_cast(parameter):
             dtype = parameter.dtype
         if parameter.dtype is not torch.float32 or dtype is torch.float32:
-            return cast("Tensor", _stand_in(parameter, self._gradients, dtype))
+            return cast("Tensor", _stand_in(landing, self._gradients, dtype))
         region = self._open_region()
         if region is not self._region:
             self._region, self._made = region, {}
         made = self._made.get(id(parameter))
         if made is None:
-            made = self._made[id(parameter)] = _stand_in(parameter, self._gradients, dtype)
+            made = self._made[id(parameter)] = _stand_in(landing, self._gradients, dtype)
         return made
 
     def _open_region(self) -> Any:

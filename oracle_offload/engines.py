@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -69,6 +70,9 @@ class Listener(Protocol):
 
     def after_step(self) -> None:
         """An optimizer has stepped."""
+
+    def has_its_gradients(self) -> bool:
+        """Whether all gradients are those of the last backward, and optimizers step all."""
 
     def forget_views(self) -> None:
         """Segments of the arena go back: let go of all views into it."""
@@ -133,6 +137,13 @@ class DeviceState:
         self.listeners: tuple[Listener, ...] = ()
         self.openings = 0  # attaches under way; the registry's lock protects it
         self.tasks_with_gradients: set[int] = set()  # see `oracle_offload.gradients`
+        self.late: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by task
+        # What stands for trained masters in graphs, by their `id`: see `gradients.landing`.
+        self.landings: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        # Where gradients were when a backward had set them, and their versions, by that `id`.
+        self.shown: dict[int, tuple[int, int]] = {}
+        self.stepped: frozenset[int] = frozenset()  # what optimizers have stepped, by `id`
+        self.rests = False  # whether a step comes after the last backward is not known yet
         self.turned = False  # a managed backward has run since the last forward began
         self.kind = devices.KINDS[device.type](device)
         self.engine = self.kind.open_engine()
@@ -235,6 +246,29 @@ class DeviceState:
             pace.look(self.kind.is_idle(stream))
         return stream
 
+    def rest(self) -> None:
+        """A backward with trainable weights has ended: they may be rewritten, or may not."""
+        self.rests = True
+        self.engine.rest()
+
+    def hold(self) -> None:
+        """Trainable weights are rewritten from now on."""
+        self.rests = False
+        self.shown.clear()
+        self.engine.hold()
+
+    def _drop_what_was_stepped(self) -> None:
+        """Before a forward: let copies of trained weights stay only between micro-batches.
+
+        Nobody has stepped where every gradient is what the last backward left, and where all are
+        stepped by optimizers that say so. Other code may write to weights unseen.
+        """
+        if self.rests:
+            with self.lock:
+                if not all(listener.has_its_gradients() for listener in self.listeners):
+                    self.hold()
+            self.rests = False
+
     def begin_forward(self) -> None:
         """Before the first managed forward after a backward the arena may grow to what was learned.
 
@@ -243,6 +277,7 @@ class DeviceState:
         """
         if self.kind.is_capturing(self.stream()):
             return
+        self._drop_what_was_stepped()
         self.engine.resume()  # what runs first may be no use: rows of a table, or a checkpoint
         self.turned = False
         self.pace.passes += 1
@@ -389,7 +424,9 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         with state.lock:  # while somebody listens, nobody closes the engine
             trained = [listener.before_step() for listener in state.listeners]
             if any(trained):
-                state.engine.hold()
+                state.hold()
+                own = (p for group in optimizer.param_groups for p in group["params"])
+                state.stepped |= frozenset(map(id, own))
             if state.listeners:
                 for observer in observers:
                     observer.begins_step(state)

@@ -269,6 +269,7 @@ static void oo__set_held(struct oo_engine *engine, int held) {
     if (engine->held == held)
         return;
     engine->held = held;
+    engine->rests = 0;
     for (uint32_t i = 0; i < engine->n_units; i++)
         oo_plan_allow(engine->plan, i, oo__may_fetch_ahead(engine, &engine->units[i]));
 }
@@ -819,19 +820,21 @@ enum oo_status oo_engine_prefetch(struct oo_engine *engine, struct oo_fetched *f
 
 /* ---- masters that change ---- */
 
-enum oo_status oo_engine_hold(struct oo_engine *engine) {
+static enum oo_status oo__hold(struct oo_engine *engine, int rests) {
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
     uint64_t last_copy = 0;
+    rests = rests && (engine->rests || !engine->held);
     oo__set_held(engine, 1);
+    engine->rests = rests;
     for (uint32_t i = 0; i < engine->n_units; i++) {
         struct oo_unit *unit = &engine->units[i];
         if (!unit->trainable)
             continue;
-        if (oo_plan_pins(engine->plan, i))
+        if (!rests && oo_plan_pins(engine->plan, i))
             unit->leaving = 1; /* another thread is still in its backward, with the same weights */
-        else
+        else if (!rests)
             OO_TRY(oo__drop(engine, i));
         if (unit->copy > last_copy)
             last_copy = unit->copy;
@@ -844,6 +847,10 @@ done:
     oo__leave(engine);
     return status;
 }
+
+enum oo_status oo_engine_hold(struct oo_engine *engine) { return oo__hold(engine, 0); }
+
+enum oo_status oo_engine_rest(struct oo_engine *engine) { return oo__hold(engine, 1); }
 
 enum oo_status oo_engine_settle(struct oo_engine *engine) {
     enum oo_status status = oo__enter(engine, 0);
@@ -862,7 +869,10 @@ enum oo_status oo_engine_resume(struct oo_engine *engine) {
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
-    oo__lift(engine, UINT64_MAX);
+    if (engine->rests)
+        oo__set_held(engine, 0);
+    else
+        oo__lift(engine, UINT64_MAX);
     oo__leave(engine);
     return OO_OK;
 }

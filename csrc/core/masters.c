@@ -205,6 +205,18 @@ done:
     return status;
 }
 
+enum oo_status oo_engine_is_locked(struct oo_engine *engine, const void *memory, size_t bytes,
+                                   int *locked) {
+    *locked = 0;
+    enum oo_status status = oo__enter(engine, OO__WITHOUT_DRIVER);
+    if (status != OO_OK)
+        return status;
+    if (bytes <= UINTPTR_MAX - (uintptr_t)memory)
+        *locked = oo__is_locked(oo__known_memory(engine, memory, bytes), memory, bytes);
+    oo__leave(engine);
+    return OO_OK;
+}
+
 /* ---- how much may be locked ---- */
 
 enum { OO_PROBES = 48 }; /* of halving sizes: from the whole address space to the smallest */

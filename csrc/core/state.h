@@ -310,6 +310,7 @@ struct oo_trip {
     OOCUdeviceptr device;
     size_t bytes;
     OOCUstream stream; /* that torch allocated the device memory on */
+    uint64_t awaited;  /* of one out: the copy that came before what it brings: see oo_copies */
     struct oo_event *arrived;
 };
 
@@ -366,6 +367,7 @@ struct oo_engine {
     uint64_t sweep;
     int in_task, verify;
     int held;               /* trainable masters may be rewritten, by whatever: oo_engine_hold */
+    int rests;              /* but their copies are here still: oo_engine_rest */
     int submits_late;       /* the driver collects work; a query hands it to the device */
     double patience_s;      /* how long a call waits for the uses of other threads to end */
     double kept_patience_s; /* likewise, for those that outlast a call */

@@ -7,6 +7,7 @@
  * the copy has run by then. */
 #include "trip.h"
 #include "call.h"
+#include "copies.h"
 #include "gradient.h"
 #include "journal.h"
 #include "masters.h"
@@ -97,7 +98,7 @@ void oo__trips_close(struct oo_engine *engine) {
 /* What both ways share: `out` tells which one it is. */
 static enum oo_status oo__trip_begin(struct oo_engine *engine, struct oo_trip *trip,
                                      const struct oo_event *departed) {
-    const int out = !departed;
+    const int out = !trip->is_back;
     const enum oo_trace_kind kind = out ? OO_TRACE_D2H : OO_TRACE_H2D;
     const OOCUstream copies = out ? engine->d2h : engine->h2d;
     struct oo_event *before = NULL, *begin = NULL;
@@ -121,7 +122,7 @@ static enum oo_status oo__trip_begin(struct oo_engine *engine, struct oo_trip *t
         /* H3: the copy must not overtake work that an earlier owner of these bytes still has queued
          * on the stream that allocated them. */
         OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, before->handle, 0));
-    if (!out)
+    if (departed)
         /* H15: the bytes may still be on their way to the host. */
         OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, departed->handle, 0));
     if (out || engine->spans.tracing) /* of what comes in, the plan measures units */
@@ -166,7 +167,7 @@ static enum oo_status oo__trip(struct oo_engine *engine, struct oo_trip *trip,
         return status;
     status = oo__trip_begin(engine, trip, departed);
     if (status != OO_OK) {
-        oo__trip_undo(engine, trip, !departed);
+        oo__trip_undo(engine, trip, !trip->is_back);
         return status;
     }
     struct oo_trips *trips = &engine->trips;
@@ -189,20 +190,65 @@ static enum oo_status oo__trip_check(const struct oo_engine *engine, const void 
     return OO_OK;
 }
 
-enum oo_status oo_trip_out(struct oo_engine *engine, void *target, uintptr_t source, size_t bytes,
-                           uintptr_t stream, uint64_t *ticket) {
+/* Count bytes that leave: those that go home to stay, and those that are to come back. */
+static void oo__count_out(struct oo_stats *stats, size_t bytes, int home) {
+    *(home ? &stats->d2h_bytes : &stats->left_bytes) += bytes;
+    ++*(home ? &stats->d2h_copies : &stats->left_copies);
+}
+
+static enum oo_status oo__trip_to_host(struct oo_engine *engine, void *target, uintptr_t source,
+                                       size_t bytes, uintptr_t stream, int home, uint64_t *ticket) {
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
-    struct oo_trip trip = {
-        .host = target, .device = source, .bytes = bytes, .stream = (OOCUstream)stream};
+    struct oo_trip trip = {.host = target,
+                           .device = source,
+                           .bytes = bytes,
+                           .stream = (OOCUstream)stream,
+                           .awaited = oo__awaited_by(engine, (OOCUstream)stream)};
     OO_TRY(oo__trip_check(engine, target, source, bytes));
     OO_TRY(oo__trip(engine, &trip, NULL, ticket));
-    engine->stats.left_bytes += bytes;
-    engine->stats.left_copies++;
+    oo__count_out(&engine->stats, bytes, home);
     oo__journal(engine, OO_DEED_COPY_OUT, OO_NO_UNIT, bytes, source);
     oo__flush_home(engine);
 done:
+    oo__leave(engine);
+    return status;
+}
+
+enum oo_status oo_trip_out(struct oo_engine *engine, void *target, uintptr_t source, size_t bytes,
+                           uintptr_t stream, uint64_t *ticket) {
+    return oo__trip_to_host(engine, target, source, bytes, stream, 0, ticket);
+}
+
+enum oo_status oo_trip_home(struct oo_engine *engine, void *target, uintptr_t source, size_t bytes,
+                            uintptr_t stream, uint64_t *ticket) {
+    return oo__trip_to_host(engine, target, source, bytes, stream, 1, ticket);
+}
+
+static enum oo_status oo__trip_to_device(struct oo_engine *engine, const struct oo_trip *left,
+                                         void *host, size_t bytes, uintptr_t target,
+                                         uintptr_t stream, uint64_t *ticket) {
+    enum oo_status status;
+    struct oo_trip trip = {
+        .host = host, .device = target, .bytes = bytes, .stream = (OOCUstream)stream, .is_back = 1};
+    OO_TRY(oo__trip_check(engine, host, target, bytes));
+    OO_TRY(oo__trip(engine, &trip, left ? left->arrived : NULL, ticket));
+    engine->copies.sent++;
+    engine->stats.returned_bytes += bytes;
+    engine->stats.returned_copies++;
+    oo__flush(engine);
+done:
+    return status;
+}
+
+enum oo_status oo_trip_in(struct oo_engine *engine, uintptr_t target, const void *source,
+                          size_t bytes, uintptr_t stream, uint64_t *ticket) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    status =
+        oo__trip_to_device(engine, NULL, (void *)(uintptr_t)source, bytes, target, stream, ticket);
     oo__leave(engine);
     return status;
 }
@@ -213,22 +259,12 @@ enum oo_status oo_trip_back(struct oo_engine *engine, uint64_t out, uintptr_t ta
     if (status != OO_OK)
         return status;
     const struct oo_trip *left = oo__trip_of(engine, out);
-    if (!left || left->is_back) {
-        status = left ? oo__fail(OO_E_ARGUMENT, "that trip is one back itself") : OO_E_TICKET;
-        goto done;
-    }
-    struct oo_trip trip = {.host = left->host,
-                           .device = target,
-                           .bytes = left->bytes,
-                           .stream = (OOCUstream)stream,
-                           .is_back = 1};
-    OO_TRY(oo__trip_check(engine, trip.host, target, trip.bytes));
-    OO_TRY(oo__trip(engine, &trip, left->arrived, ticket));
-    engine->copies.sent++;
-    engine->stats.returned_bytes += trip.bytes;
-    engine->stats.returned_copies++;
-    oo__flush(engine);
-done:
+    if (!left)
+        status = OO_E_TICKET;
+    else if (left->is_back)
+        status = oo__fail(OO_E_ARGUMENT, "that trip is one back itself");
+    else
+        status = oo__trip_to_device(engine, left, left->host, left->bytes, target, stream, ticket);
     oo__leave(engine);
     return status;
 }
@@ -291,6 +327,7 @@ enum oo_status oo_trip_await(struct oo_engine *engine, uint64_t ticket) {
     }
     /* H8: the caller reads the bytes; or after a trip back, rewrites those that it has read. */
     OO_TRY(oo__event_await(engine, trip->arrived));
+    oo__note_ended(engine, trip->awaited); /* copies that came before what has arrived */
     OO_TRY(oo__host_access(engine, trip->host, trip->bytes, trip->is_back));
 done:
     oo__leave(engine);

@@ -149,6 +149,9 @@ enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *sou
  * all the same. What is not locked is copied by threads of the engine's own, through a small locked
  * ring. */
 enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, size_t bytes);
+/* Whether the engine reads and writes all of these bytes where they lie, page-locked. */
+enum oo_status oo_engine_is_locked(struct oo_engine *engine, const void *memory, size_t bytes,
+                                   int *locked);
 /* How many more bytes the system would page-lock now, but no more than `host` has: found by locking
  * parts of it, each half as large as the one before, which are let go again at once. Less than the
  * truth by up to OO_LOCKABLE_STEP. OO_E_STATE where some of the memory is locked. */
@@ -410,6 +413,13 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
  * page-locked. */
 enum oo_status oo_trip_out(struct oo_engine *engine, void *target, uintptr_t source, size_t bytes,
                            uintptr_t stream, uint64_t *ticket);
+/* The same, of bytes that go home to stay: gradients, and what an optimizer has stepped. */
+enum oo_status oo_trip_home(struct oo_engine *engine, void *target, uintptr_t source, size_t bytes,
+                            uintptr_t stream, uint64_t *ticket);
+/* Queue a copy of page-locked host bytes, which nobody rewrites until it has ended, to device
+ * memory that was allocated on `stream`. It is a trip back of what never left. */
+enum oo_status oo_trip_in(struct oo_engine *engine, uintptr_t target, const void *source,
+                          size_t bytes, uintptr_t stream, uint64_t *ticket);
 /* Queue the copy of what left by the trip `out`, once it has arrived, to device memory that was
  * allocated on `stream`. Any number may be made until that trip ends. */
 enum oo_status oo_trip_back(struct oo_engine *engine, uint64_t out, uintptr_t target,
@@ -431,6 +441,10 @@ enum oo_status oo_trip_end(struct oo_engine *engine, uint64_t ticket);
  * mappings have ended (a host wait where the device still reads). Forwards that are not recorded
  * may be made meanwhile: each copies anew what it finds in use no more. */
 enum oo_status oo_engine_hold(struct oo_engine *engine);
+/* Likewise, but their copies stay where they are: whether they were rewritten will be known later.
+ * Then oo_engine_hold drops the copies after all, or oo_engine_resume takes them for good. An
+ * acquire takes none for good. */
+enum oo_status oo_engine_rest(struct oo_engine *engine);
 /* They are stable again. An acquire of kind OO_RECORDED says so too. */
 enum oo_status oo_engine_resume(struct oo_engine *engine);
 /* Wait on the host until nothing that is queued reads masters: any of them may be rewritten until

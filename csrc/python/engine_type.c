@@ -841,6 +841,36 @@ static PyObject *oo__engine_trip_out(PyObject *object, PyObject *const *argument
     return oo__ticket_or_raise(object, status, ticket);
 }
 
+static PyObject *oo__engine_trip_home(PyObject *object, PyObject *const *arguments,
+                                      Py_ssize_t count) {
+    unsigned long long v[4];
+    uint64_t ticket = 0;
+    struct oo_engine *engine =
+        oo__engine_with(object, "trip_home", arguments, count, oo__download_takes,
+                        OO_COUNT_OF(oo__download_takes), v);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_trip_home(engine, (void *)(uintptr_t)v[0], (uintptr_t)v[1], (size_t)v[2],
+                                     (uintptr_t)v[3], &ticket));
+    return oo__ticket_or_raise(object, status, ticket);
+}
+
+static PyObject *oo__engine_trip_in(PyObject *object, PyObject *const *arguments,
+                                    Py_ssize_t count) {
+    unsigned long long v[4];
+    uint64_t ticket = 0;
+    struct oo_engine *engine =
+        oo__engine_with(object, "trip_in", arguments, count, oo__download_takes,
+                        OO_COUNT_OF(oo__download_takes), v);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_trip_in(engine, (uintptr_t)v[0], (const void *)(uintptr_t)v[1],
+                                   (size_t)v[2], (uintptr_t)v[3], &ticket));
+    return oo__ticket_or_raise(object, status, ticket);
+}
+
 static const struct oo_parameter oo__trip_back_takes[] = {OO_NUMBER("ticket"), OO_ADDRESS("target"),
                                                           OO_ADDRESS("stream")};
 
@@ -930,6 +960,32 @@ static PyObject *oo__engine_hold(PyObject *object, PyObject *unused) {
         return NULL;
     enum oo_status status;
     OO_BLOCKING(status, oo_engine_hold(engine));
+    return oo__none_or_raise(object, status);
+}
+
+static const struct oo_parameter oo__is_locked_takes[] = {OO_ADDRESS("memory"),
+                                                          OO_NUMBER("nbytes")};
+
+static PyObject *oo__engine_is_locked(PyObject *object, PyObject *const *arguments,
+                                      Py_ssize_t count) {
+    unsigned long long v[2];
+    int locked = 0;
+    struct oo_engine *engine = OO_ENGINE_WITH(is_locked, count, v);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status,
+                oo_engine_is_locked(engine, (const void *)(uintptr_t)v[0], (size_t)v[1], &locked));
+    return status == OO_OK ? PyBool_FromLong(locked) : oo__raise_for(object, status);
+}
+
+static PyObject *oo__engine_rest(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_rest(engine));
     return oo__none_or_raise(object, status);
 }
 
@@ -1433,6 +1489,13 @@ static PyMethodDef oo__engine_methods[] = {
     {"trip_out", OO_FAST(oo__engine_trip_out),
      "trip_out($self, target, source, nbytes, stream, /)\n--\n\nQueue a copy of device bytes to "
      "locked host memory; its ticket."},
+    {"trip_home", OO_FAST(oo__engine_trip_home),
+     "trip_home($self, target, source, nbytes, stream, /)\n--\n\nQueue a copy of device bytes that "
+     "go to locked host memory to stay; its ticket."},
+    {"trip_in", OO_FAST(oo__engine_trip_in),
+     "trip_in($self, target, source, nbytes, stream, /)\n--\n\nQueue a copy of locked host bytes "
+     "to "
+     "device memory; its ticket."},
     {"trip_back", OO_FAST(oo__engine_trip_back),
      "trip_back($self, ticket, target, stream, /)\n--\n\nQueue the copy back to device memory; its "
      "ticket."},
@@ -1450,6 +1513,10 @@ static PyMethodDef oo__engine_methods[] = {
      "hold($self, /)\n--\n\nTrainable masters may be rewritten."},
     {"settle", oo__engine_settle, METH_NOARGS,
      "settle($self, /)\n--\n\nWait until nothing that is queued reads masters."},
+    {"is_locked", OO_FAST(oo__engine_is_locked),
+     "is_locked($self, memory, nbytes, /)\n--\n\nWhether all of these host bytes are page-locked."},
+    {"rest", oo__engine_rest, METH_NOARGS,
+     "rest($self, /)\n--\n\nAs hold, but copies stay until it is known whether to trust them."},
     {"resume", oo__engine_resume, METH_NOARGS,
      "resume($self, /)\n--\n\nTrainable masters are stable."},
     {"refresh", oo__engine_refresh, METH_O,

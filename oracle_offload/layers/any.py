@@ -31,7 +31,7 @@ from ..autocast import saving
 from ..errors import OffloadError
 from ..exemption import exempt
 from ..geometry import count_writes, is_dense, tensor_bytes
-from ..gradients import note_trainable
+from ..gradients import landing, note_backward, note_trainable
 from ..locks import Lock
 from .compiled import Whole
 from .flatten import is_wrapper, value_at
@@ -391,7 +391,7 @@ class AnyLayer(Whole, Readable):
             at = offset - self.offsets[0]
             if master.requires_grad and not inference:
                 with torch.enable_grad():
-                    tensor = _edge(master, self, slot, at, layout)
+                    tensor = _edge(landing(self, master), self, slot, at, layout)
                 tensor._is_param = True  # what isinstance(_, nn.Parameter) asks
             else:
                 tensor = self.tensor_in(slot, at, *layout)
@@ -683,7 +683,7 @@ class _Edge(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, master: Tensor, layer: AnyLayer, slot: Tensor, at: int, layout: Any
+        ctx: Any, landing: Tensor, layer: AnyLayer, slot: Tensor, at: int, layout: Any
     ) -> Tensor:
         """Return a tensor that is no view: torch chooses operators by what a view is of."""
         ctx.layer, ctx.task = layer, _graph_task()
@@ -697,8 +697,8 @@ class _Edge(Function):
         state.turned = True
         if layer.member < 0:
             layer.refuse_detached()
-        note_trainable(state, _graph_task() if ctx.task == -1 else -1)
-        return layer.attachment.gradients.to_host(grad), None, None, None, None
+        note_backward(state, ctx.task)
+        return grad, None, None, None, None
 
 
 _edge: Any = super(Function, _Edge).apply

@@ -35,7 +35,7 @@ from .._core import BACKWARD, Taken
 from ..errors import NoRoomError, OffloadError
 from ..exemption import exempt
 from ..geometry import tensor_bytes
-from ..gradients import note_trainable
+from ..gradients import landing, note_backward, note_trainable
 from ..operators import note_autocast, operator_of, run_in_mode, tensors_in
 from .leaf import Masters, Tensors, version_of
 from .loan import Borrower, forward_kind, once_differentiable
@@ -695,27 +695,27 @@ def _seconds(layer: Borrower, func: Any, args: Any, kwargs: dict[str, Any]) -> f
 
 
 class _Edge(Function):
-    """Stands for a trained master: its gradient goes to the master, on the host."""
+    """Stands for a trained master: its gradient goes to the master's landing."""
 
     @staticmethod
-    def forward(ctx: Any, master: Tensor, layer: Borrower, made: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, landing: Tensor, layer: Borrower, made: list[Tensor]) -> Tensor:
         ctx.layer, ctx.task = layer, _graph_task()
         return made[0]
 
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Return the gradient where the master is."""
+        """Return the gradient as it is."""
         layer: Borrower = ctx.layer
         layer.state.turned = True
         if layer.member < 0:
             layer.refuse_detached()
-        note_trainable(layer.state, _graph_task() if ctx.task == -1 else -1)
-        return layer.attachment.gradients.to_host(grad), None, None
+        note_backward(layer.state, ctx.task)
+        return grad, None, None
 
 
 def trained(master: Tensor, layer: Borrower, made: Tensor) -> Tensor:
     """Return `made`, a handle or what is made of handles, whose gradient goes to `master`."""
-    found = cast("Tensor", _edge(master, layer, [made]))
+    found = cast("Tensor", _edge(landing(layer, master), layer, [made]))
     found._is_param = True  # what isinstance(_, nn.Parameter) asks
     return found
 

@@ -165,6 +165,7 @@ class Leaf:
         # What a replaced master replaced, and whether by another Parameter.
         self.replaced: dict[str, tuple[StorageWeakRef, bool]] = {}
         self.masters = Masters(self, self.parameters)
+        self.landings: dict[int, Tensor] = {}  # see `gradients.landing`
 
     # ---- what it is made of ----
 
@@ -319,6 +320,7 @@ class Leaf:
     def forget_masters(self) -> None:
         """Let go of the tensors, so that their memory can go; they are current no more."""
         self.masters = Masters(self, dict.fromkeys(self.names, torch.empty(0, device="cpu")))
+        self.landings = {}
         self.parameters = {}
 
     def replaced_for_good(self) -> Iterator[tuple[Tensor, bool]]:
@@ -399,6 +401,7 @@ class Leaf:
                 with torch.inference_mode(False):
                     unit, offsets = self.state.engine.move_member(self.member, self.told(now))
                 self.masters = now
+                self.landings = {}
                 self.replaced.update(now.replaced(before))
                 self.placed(unit, self.member, offsets)
                 self.attachment.pieces.count_uses(before.addresses.values(), now.addresses.values())

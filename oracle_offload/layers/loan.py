@@ -27,7 +27,7 @@ from ..autocast import cast_dtype, cast_input, cast_tensors
 from ..errors import NoRoomError, OffloadError, StaleWeightsError, no_room_error
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
-from ..gradients import note_trainable
+from ..gradients import landing, note_backward, note_trainable
 from .leaf import Leaf, Masters, Tensors, version_of
 from .swap import is_exporting, refuse_tracing, untraced
 
@@ -328,9 +328,9 @@ class Layer(Borrower, ABC):
         """Return what gradients of each tensor go to; None where it needs none."""
         taking = [None if t is None or not t.requires_grad else t for t in self.masters.tensors]
         if dtype is None:
-            return tuple(taking)
+            return tuple([None if t is None else landing(self, t) for t in taking])
         stand_in = self.attachment.stand_ins.of
-        return tuple([None if t is None else stand_in(t, dtype) for t in taking])
+        return tuple([None if t is None else stand_in(t, landing(self, t), dtype) for t in taking])
 
     # ---- its loans ----
 
@@ -385,7 +385,7 @@ class _Refuse(Function):
         )
 
 
-def _refuse_double_backward(gradients: tuple[Any, ...], grad_output: Tensor) -> tuple[Any, ...]:
+def refuse_double_backward(gradients: tuple[Any, ...], grad_output: Tensor) -> tuple[Any, ...]:
     """Tie `gradients` of a backward under ``create_graph=True`` to a node that refuses."""
     if not grad_output.requires_grad:
         grad_output = grad_output.detach().requires_grad_()
@@ -405,7 +405,7 @@ def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Any:
             return backward(ctx, grad)
         with torch.no_grad():
             gradients = backward(ctx, grad)
-        return _refuse_double_backward(gradients, grad)
+        return refuse_double_backward(gradients, grad)
 
     return staticmethod(run)
 
@@ -439,9 +439,9 @@ class Loan(Function):
 
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Return the gradients; host tensors for parameters on the host."""
+        """Return the gradients; those of weights go to their landing."""
         layer: Layer
-        layer, cast, task, *_ = ctx.loan
+        layer, _, task, *_ = ctx.loan
         state = layer.state
         state.turned = True
         if layer.member < 0:
@@ -452,10 +452,7 @@ class Loan(Function):
         needs = needs[0], *needs[3:]
         x_gradient, *others = layer.derivative(ctx, grad, needs)
         if True in needs[1:]:
-            note_trainable(state, _graph_task() if task == -1 else -1)
-            if cast is None:
-                to_host = layer.attachment.gradients.to_host
-                others = [to_host(other) for other in others]
+            note_backward(state, task)
         return x_gradient, None, None, *others
 
 

@@ -23,7 +23,7 @@ from ..autocast import cast_dtype, computing_in, saving
 from ..errors import OffloadError
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
-from ..gradients import note_trainable
+from ..gradients import landing, note_trainable
 from ..operators import autocast_reaches_kernels, note_autocast
 from . import traced
 from .flatten import Copy, Places, copy_tables, is_wrapper, plain_tensors, value_at
@@ -501,7 +501,10 @@ class QuantisedLayer(Traced):
         """Return the module's parameters that need a gradient, None for those that do not."""
         module: Any = self.module()
         return tuple(
-            [p if p is not None and p.requires_grad else None for p in module._parameters.values()]
+            [
+                landing(self, p) if p is not None and p.requires_grad else None
+                for p in module._parameters.values()
+            ]
         )
 
     def foreign(self, x: Tensor) -> Tensor:

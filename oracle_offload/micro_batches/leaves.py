@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ..errors import OffloadError
+from ..gradients import accumulator_of
 
 # Nodes of a cast that autocast keeps: where it is dropped in between, there are several.
 _CASTS = ("ToCopyBackward0", "CastStandInBackward")
@@ -42,7 +43,7 @@ class Graph:
             node = waiting.pop()
             if isinstance(node, BackwardCFunction):
                 self.functions.append(id(node))
-            for below, _ in node.next_functions:
+            for below in (accumulator_of(below) for below, _ in node.next_functions):
                 if below is None or below in seen:
                     continue
                 if hasattr(below, "variable"):

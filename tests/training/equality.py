@@ -15,6 +15,7 @@ from oracle_offload import simulator
 from oracle_offload.engines import open_states
 from oracle_offload.witness import Witness
 
+_COPIES = ("h2d_bytes", "d2h_bytes", "left_bytes", "returned_bytes")
 RUNS = 2  # of each step that models are compared in: alone, and under the witness
 
 
@@ -114,7 +115,7 @@ def copied_bytes() -> tuple[int, int]:
     counts = [state.engine.stats() for state in open_states()]
     return (
         copied.h2d_bytes + copied.d2h_bytes,
-        sum(count["h2d_bytes"] + count["d2h_bytes"] for count in counts),
+        sum(count[name] for count in counts for name in _COPIES),
     )
 
 

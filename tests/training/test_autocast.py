@@ -7,6 +7,7 @@ ones (norms, adapters, layers named in ignore_modules). See also test_matrix.py.
 from __future__ import annotations
 
 import copy
+import functools
 
 import models
 import pytest
@@ -202,7 +203,8 @@ def test_a_weight_that_is_not_cast_is_its_own_at_each_use(device):
     managed = nn.Sequential(nn.Linear(8, 8))
     kind = torch.device(device).type
     with attached(managed, device) as manager, torch.autocast(kind, torch.bfloat16):
-        of, weight = manager.attachment.stand_ins.of, managed[0].weight
+        weight = managed[0].weight
+        of = functools.partial(manager.attachment.stand_ins.of, weight)
         assert of(weight, torch.bfloat16) is of(weight, torch.bfloat16)
         one, other = of(weight, torch.float32), of(weight, torch.float32)
         assert one is not other and one.dtype is other.dtype is torch.float32

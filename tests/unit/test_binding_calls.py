@@ -544,3 +544,32 @@ def test_bytes_leave_for_locked_memory_and_come_back() -> None:
     assert stats["d2h_bytes"] == 0 and simulator.reports() == []
     engine.unlock(buffer)
     life.close_unused()
+
+
+def test_bytes_go_home_to_stay_and_come_in_from_locked_memory() -> None:
+    life = Life()
+    engine, stream = life.engine, life.stream
+    buffer = _core.HostBuffer(5000)
+    assert not engine.is_locked(buffer.address, 5000)
+    assert engine.lock(buffer) is None
+    assert engine.is_locked(buffer.address, 5000)
+    assert not engine.is_locked(buffer.address, buffer.nbytes + (1 << 20))
+    source, target = ctypes.create_string_buffer(b"\x05" * 5000), ctypes.create_string_buffer(5000)
+    home = engine.trip_home(buffer.address, ctypes.addressof(source), 5000, stream)
+    engine.trip_await(home)
+    assert bytes(buffer) == b"\x05" * 5000
+    come = engine.trip_in(ctypes.addressof(target), buffer.address, 5000, stream)
+    engine.trip_join(come, stream)
+    assert target.raw == b"\x05" * 5000
+    with pytest.raises(ValueError, match="that trip is one back itself"):
+        engine.trip_back(come, ctypes.addressof(target), stream)
+    with pytest.raises(OffloadError, match="are not page-locked"):
+        engine.trip_in(ctypes.addressof(target), ctypes.addressof(source), 5000, stream)
+    engine.trip_end(come)
+    engine.trip_end(home)
+    stats = engine.stats()
+    assert (stats["d2h_bytes"], stats["d2h_copies"], stats["left_bytes"]) == (5000, 1, 0)
+    assert (stats["returned_bytes"], stats["returned_copies"]) == (5000, 1)
+    assert stats["host_waits"] == 1 and simulator.reports() == []
+    engine.unlock(buffer)
+    life.close_unused()
