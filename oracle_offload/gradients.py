@@ -413,15 +413,17 @@ def landing(layer: Leaf, master: Tensor) -> Tensor:
     """Return what stands for a trained master in the graph; it itself where it is on the device."""
     if layer.on_device:
         return master
-    made = layer.landings.get(id(master))
-    if made is not None:
-        return made
-    found: Tensor | None = layer.state.landings.get(id(master))
-    if found is None:
-        with torch.inference_mode(False), torch.enable_grad():
-            found = cast("Tensor", _landing(master, layer))
-        _watch(found.grad_fn)
-        layer.state.landings[id(master)] = found
+    for known in (layer.landings, layer.state.landings):
+        found = known.get(id(master))
+        # `torch.utils.swap_tensors` leaves the accumulation with what the master was.
+        if found is not None and accumulator_of(found.grad_fn).variable is master:
+            if known is not layer.landings:
+                layer.landings[id(master)] = found
+            return found
+    with torch.inference_mode(False), torch.enable_grad():
+        found = cast("Tensor", _landing(master, layer))
+    _watch(found.grad_fn)
+    layer.state.landings[id(master)] = found
     layer.landings[id(master)] = found  # which keeps the master alive, and so the `id`
     return found
 
