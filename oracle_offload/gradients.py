@@ -24,6 +24,7 @@ from ._core import ALIGNMENT, HostBuffer
 from .engines import DeviceState
 from .errors import OffloadError
 from .geometry import is_dense, tensor_bytes
+from .host.locked import LockedPool
 
 if TYPE_CHECKING:
     from .layers.leaf import Leaf
@@ -47,10 +48,10 @@ _here = _Thread()
 class _Piece:
     """Locked host memory for one gradient: `nbytes` from `offset` on."""
 
-    __slots__ = ("buffer", "nbytes", "offset")
+    __slots__ = ("buffer", "is_small", "nbytes", "offset")
 
-    def __init__(self, buffer: HostBuffer, offset: int, nbytes: int) -> None:
-        self.buffer, self.offset, self.nbytes = buffer, offset, nbytes
+    def __init__(self, buffer: HostBuffer, offset: int, nbytes: int, is_small: bool) -> None:
+        self.buffer, self.offset, self.nbytes, self.is_small = buffer, offset, nbytes, is_small
 
 
 class _Flight:
@@ -178,11 +179,10 @@ class Gradients:
     def __init__(self, state: DeviceState, may_lock: Callable[[int], bool]) -> None:
         self.device = state.device
         self._state = state
-        self._may_lock = may_lock
-        self._buffers: list[HostBuffer] = []  # locked, and known to the engine
-        self._free: dict[int, list[_Piece]] = {}  # what no tensor points into, by size
-        self._shared: _Piece | None = None  # what is left of the latest buffer of small ones
-        self._is_refused = False
+        self._pool = LockedPool(state, may_lock)
+        # Small ones share a buffer: what no tensor points into, by size, and what is left of it.
+        self._small: dict[int, list[_Piece]] = {}
+        self._shared: _Piece | None = None
 
     # ---- on their way ----
 
@@ -328,51 +328,42 @@ class Gradients:
         if piece is None:
             return None
         export = memoryview(piece.buffer)[piece.offset : piece.offset + nbytes]
-        give = self._free.setdefault(piece.nbytes, []).append
         # torch keeps the export for as long as a tensor points there
-        weakref.finalize(export, give, piece).atexit = False
+        if piece.is_small:
+            give = self._small.setdefault(piece.nbytes, []).append
+            weakref.finalize(export, give, piece).atexit = False
+        else:
+            weakref.finalize(export, self._pool.giver(nbytes), piece.buffer).atexit = False
         flat = torch.frombuffer(export, dtype=gradient.dtype)
         empty = torch.empty(0, dtype=gradient.dtype, device="cpu")
         return empty.set_(flat.untyped_storage(), 0, gradient.size(), gradient.stride())
 
     def _take(self, nbytes: int) -> _Piece | None:
-        """Return locked memory; None where a gradient has to do with ordinary memory."""
-        is_large = nbytes >= LEAST_BYTES
-        size = nbytes if is_large else -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if nbytes >= LEAST_BYTES:
+            buffer = self._pool.take(nbytes)
+            return None if buffer is None else _Piece(buffer, 0, nbytes, is_small=False)
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         with contextlib.suppress(IndexError):  # another thread may take the last one
-            return self._free.setdefault(size, []).pop()
+            return self._small.setdefault(size, []).pop()
         with self._state.lock:
-            if is_large:
-                return self._lock(size)
             shared = self._shared
             if shared is None or shared.nbytes < size:
-                shared = self._shared = self._lock(max(LEAST_BYTES, size))
-            if shared is None:
-                return None
-            piece = _Piece(shared.buffer, shared.offset, size)
-            self._shared = _Piece(shared.buffer, shared.offset + size, shared.nbytes - size)
-            return piece
-
-    def _lock(self, nbytes: int) -> _Piece | None:
-        locked = sum(buffer.nbytes for buffer in self._buffers)
-        if self._is_refused or not self._may_lock(locked + nbytes):
-            return None
-        buffer = HostBuffer(nbytes)
-        self._is_refused = self._state.engine.lock(buffer) is not None
-        self._buffers.append(buffer)
-        if self._is_refused:
-            self.give_back_all()  # what else needs locked memory, now or later, finds some
-            return None
-        return _Piece(buffer, 0, nbytes)
+                buffer = self._pool.take(max(LEAST_BYTES, size))
+                if buffer is None:
+                    return None
+                shared = _Piece(buffer, 0, buffer.nbytes, is_small=True)
+            begin = shared.offset + size
+            self._shared = _Piece(shared.buffer, begin, shared.nbytes - size, is_small=True)
+            piece = _Piece(shared.buffer, shared.offset, size, is_small=True)
+        # A refusal has unlocked all of them.
+        is_locked = self._state.engine.is_locked(piece.buffer.address + piece.offset, size)
+        return piece if is_locked else None
 
     def give_back_all(self) -> None:
         """Unlock all of it; gradients that are there keep their memory, as ordinary memory."""
         with self._state.lock:
-            self._free = {}
-            self._shared = None
-            while self._buffers:
-                self._state.engine.unlock(self._buffers[-1])
-                self._buffers.pop()
+            self._small, self._shared = {}, None
+            self._pool.give_back_all()
 
 
 # ---- where they meet ----
@@ -410,9 +401,7 @@ _landing: Any = super(Function, _Landing).apply
 
 
 def landing(layer: Leaf, master: Tensor) -> Tensor:
-    """Return what stands for a trained master in the graph; it itself where it is on the device."""
-    if layer.on_device:
-        return master
+    """Return what stands for a trained master in the graph."""
     for known in (layer.landings, layer.state.landings):
         found = known.get(id(master))
         # `torch.utils.swap_tensors` leaves the accumulation with what the master was.

@@ -350,6 +350,10 @@ class ActivationOffload:
     def before_frozen_write(self, tensors: Sequence[Tensor]) -> None:
         """Change nothing: no master is held here."""
 
+    def has_its_gradients(self) -> bool:
+        """Whether no gradient of its own was rewritten: it has none."""
+        return True
+
     def after_step(self) -> None:
         """Give back what no graph needs any more."""
         with self._lock.if_free() as free:
