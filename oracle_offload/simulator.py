@@ -73,6 +73,11 @@ class Device:
         Launch latency of a kernel.
     compute_major, compute_minor : int
         Compute capability.
+    upstream : int
+        The switch or root port that its link goes through, 1 to 8; 0 for a link of its own.
+    upstream_gbps : float
+        What the devices of one upstream get together in each direction, 1e9 bytes/s; all of them
+        have the same here.
     """
 
     name: str
@@ -84,6 +89,8 @@ class Device:
     launch_s: float
     compute_major: int = 8
     compute_minor: int = 9
+    upstream: int = 0
+    upstream_gbps: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ class RawDevice(ctypes.Structure):
         ("launch_s", ctypes.c_double),
         ("compute_major", ctypes.c_int),
         ("compute_minor", ctypes.c_int),
+        ("upstream", ctypes.c_int),
+        ("upstream_gbps", ctypes.c_double),
     )
 
 

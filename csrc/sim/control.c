@@ -28,10 +28,11 @@ static const struct {
     const char *key;
     struct sim_device device;
 } presets[] = {
-    {"rtx3090", {"Simulated RTX 3090", 24, 2.5e-6, 24 * 1073741824.0, 60, 936, 5e-6, 8, 6}},
-    {"rtx4090", {"Simulated RTX 4090", 25, 2.5e-6, 24 * 1073741824.0, 110, 1008, 5e-6, 8, 9}},
-    {"rtx5090", {"Simulated RTX 5090", 50, 2.5e-6, 32 * 1073741824.0, 150, 1792, 5e-6, 12, 0}},
-    {"h200", {"Simulated H200", 55, 2.5e-6, 141 * 1073741824.0, 700, 4800, 5e-6, 9, 0}},
+    {"rtx3090", {"Simulated RTX 3090", 24, 2.5e-6, 24 * 1073741824.0, 60, 936, 5e-6, 8, 6, 0, 0}},
+    {"rtx4090", {"Simulated RTX 4090", 25, 2.5e-6, 24 * 1073741824.0, 110, 1008, 5e-6, 8, 9, 0, 0}},
+    {"rtx5090",
+     {"Simulated RTX 5090", 50, 2.5e-6, 32 * 1073741824.0, 150, 1792, 5e-6, 12, 0, 0, 0}},
+    {"h200", {"Simulated H200", 55, 2.5e-6, 141 * 1073741824.0, 700, 4800, 5e-6, 9, 0, 0, 0}},
 };
 
 void *sim__grow(void *array, size_t *capacity, size_t needed, size_t size) {
@@ -282,7 +283,8 @@ OOCUresult simGetDevice(int ordinal, struct sim_device *out) {
 OOCUresult simSetDevice(int ordinal, const struct sim_device *device) {
     if (!device || ordinal < 0 || ordinal >= SIM_MAX_DEVICES || !(device->link_gbps > 0) ||
         !(device->copy_latency_s >= 0) || !(device->memory_bytes >= 0) || !(device->tflops > 0) ||
-        !(device->memory_gbps > 0) || !(device->launch_s >= 0) ||
+        !(device->memory_gbps > 0) || !(device->launch_s >= 0) || device->upstream < 0 ||
+        device->upstream > SIM_MAX_DEVICES || (device->upstream && !(device->upstream_gbps > 0)) ||
         !memchr(device->name, 0, sizeof device->name))
         return OOCU_ERROR_INVALID_VALUE;
     sim_os_lock(&sim.lock);

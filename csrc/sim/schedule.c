@@ -334,6 +334,20 @@ static int is_busy_with(const struct sim_engine *engine, const struct sim_op *op
     return found;
 }
 
+/* When an operation ends that begins now. What goes through an upstream that devices share ends no
+ * earlier than that has passed it on, after all that was given to it before: so together they get
+ * its rate at most, and one that copies alone the rate of its own link. */
+static double end_of(const struct sim_op *op) {
+    const struct sim_device *device = &sim.devices[op->stream->device];
+    const double end_s = clock_s + op->cost_s;
+    if (!is_copy(op) || !device->upstream)
+        return end_s;
+    double *free_s = &sim.upstream_free_s[device->upstream][engine_of(op)];
+    *free_s =
+        (*free_s > clock_s ? *free_s : clock_s) + (double)op->bytes / (device->upstream_gbps * 1e9);
+    return end_s > *free_s ? end_s : *free_s;
+}
+
 static int start_engines(void) {
     int started = 0;
     for (int device = 0; engines_waiting && device < sim.n_devices; device++) {
@@ -349,7 +363,7 @@ static int start_engines(void) {
             op->next_waiting = NULL;
             engines_waiting--;
             op->start_s = clock_s;
-            op->end_s = clock_s + op->cost_s;
+            op->end_s = end_of(op);
             heap_push(op->end_s, MOMENT_END, op);
             started = 1;
         }
@@ -435,7 +449,10 @@ void sim__time_to(double seconds) {
     settle();
 }
 
-void sim__clock_reset(void) { sim.now_s = clock_s = 0; }
+void sim__clock_reset(void) {
+    sim.now_s = clock_s = 0;
+    memset(sim.upstream_free_s, 0, sizeof sim.upstream_free_s);
+}
 
 /* ---- the schedule's choices ---- */
 

@@ -51,6 +51,11 @@ struct sim_device {
     double memory_gbps;
     double launch_s;                  /* launch latency of a kernel */
     int compute_major, compute_minor; /* compute capability */
+    /* The switch or root port that its link goes through, 1 to 8, and the rate of that, each
+     * direction; 0: the link is its own. Devices of one upstream name the same rate: together they
+     * get no more. */
+    int upstream;
+    double upstream_gbps;
 };
 
 /* The presets: rtx3090, rtx4090, rtx5090, h200. INVALID_VALUE for another name. */

@@ -325,6 +325,8 @@ struct sim_state {
     struct sim_op **runnable;
     size_t n_runnable, runnable_capacity;
     struct sim_engine engines[SIM_MAX_DEVICES][ENGINE_COUNT];
+    /* When each upstream has passed on what was given to it, by the engine's kind. */
+    double upstream_free_s[SIM_MAX_DEVICES + 1][ENGINE_COUNT];
     struct sim_stats stats;
     struct sim_live live;
     uint64_t device_used[SIM_MAX_DEVICES]; /* bytes, device and adopted memory */

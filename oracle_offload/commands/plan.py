@@ -72,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-gbps", type=float, help="measured: 1e9 bytes/s on the device")
     parser.add_argument("--tflops", type=float, help="measured: 1e12 operations a second, bf16")
     parser.add_argument("--launch-s", type=float, help="measured: seconds of a kernel launch")
+    parser.add_argument(
+        "--upstream", type=int, default=1, help="cards that share one link upstream (1)"
+    )
     parser.add_argument("--offload-percent", type=float, help="what attach is to be told, 0 to 1")
     parser.add_argument("--margin", type=float, default=0.08, help="share left to CUDA (0.08)")
     parser.add_argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 
 from ..host.files import parse_count
 from ..host.gpus import CLOCK_REASONS, Gpu
@@ -96,7 +97,44 @@ def check_link(system: System) -> Finding:
     if not known:
         why = "; ".join(card.missing["link"] for card in cards if "link" in card.missing)
         return Finding("link", "unknown", "not visible", why or _no_card(system))
-    return _per_card("link", known)
+    return _with_shared(_per_card("link", known), system, [card for card, _ in known])
+
+
+_BRIDGE = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
+
+def _with_shared(finding: Finding, system: System, cards: list[Gpu]) -> Finding:
+    """Say which cards share a link upstream: sysfs has each below the bridges before it."""
+    chains = {card.index: _bridges(system, card) for card in cards}
+    behind: dict[str, list[int]] = {}  # by the bridge nearest to them that another card is behind
+    for index, chain in chains.items():
+        for bridge in reversed(chain):
+            if any(bridge in other for number, other in chains.items() if number != index):
+                behind.setdefault(bridge, []).append(index)
+                break
+    if not behind:
+        return finding
+    shared = []
+    text, why = finding.value, finding.why
+    for bridge, indices in behind.items():
+        link = _card_from_sysfs(system, bridge, -1)
+        generation, width = link.max_link_generation, link.max_link_width
+        rate = _X16_GBPS.get(generation or 0)
+        gbps = rate * width / 16 if rate and width else None
+        named = " and ".join(f"GPU {index}" for index in indices)
+        text += f"; {named} share one link upstream"
+        if gbps:
+            text += f", about {gbps:.3g} GB/s together"
+        why = why or f"cards that stream at once divide it: plan --upstream {len(indices)}"
+        shared.append({"upstream": bridge, "gpus": indices, "expected_gbps": gbps})
+    return replace(finding, value=text, why=why, facts={**finding.facts, "shared": shared})
+
+
+def _bridges(system: System, card: Gpu) -> list[str]:
+    """Return the bridges between the processor and a card, the nearest to the card last."""
+    domain, _, rest = (card.bus_id or "").lower().partition(":")
+    place = system.resolved(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}")
+    return [part for part in place.split("/") if _BRIDGE.fullmatch(part)][:-1]
 
 
 def _card_from_sysfs(system: System, address: str, index: int) -> Gpu:

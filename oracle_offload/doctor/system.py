@@ -74,6 +74,10 @@ class System:
         """Whether a system file or directory is visible."""
         return os.path.exists(below(self.root, path))
 
+    def resolved(self, path: str) -> str:
+        """Return where a link of the system leads."""
+        return os.path.realpath(below(self.root, path))
+
     @cached_property
     def gpus(self) -> GpuView:
         """The cards, asked once."""

@@ -36,6 +36,8 @@ class Card:
         What a kernel takes besides, the slowest first.
     measured : frozenset of str
         Rates that were given or measured, and are not from a maker.
+    upstream : int
+        How many cards share one link upstream, of which `link_gbps` is a share.
     """
 
     name: str
@@ -45,6 +47,12 @@ class Card:
     tflops: Interval
     launch_s: Interval = (_LAUNCH_S[1], _LAUNCH_S[0])
     measured: frozenset[str] = frozenset()
+    upstream: int = 1
+
+    def behind(self, upstream: int) -> Card:
+        """Return it where `upstream` cards share the link that theirs go through."""
+        slow, fast = self.link_gbps
+        return replace(self, link_gbps=(slow / upstream, fast / upstream), upstream=upstream)
 
     def rates(self, share: float) -> dict[str, float]:
         """Return each rate at `share` of its interval: 0 is the slowest, 1 the fastest."""

@@ -147,6 +147,7 @@ def plan(
     memory_gbps: float | None = None,
     tflops: float | None = None,
     launch_s: float | None = None,
+    upstream: int = 1,
     offload_percent: float | None = None,
     margin: float = 0.08,
     fetch: bool = False,
@@ -207,6 +208,9 @@ def plan(
     link_gbps, memory_gbps, tflops, launch_s : float, optional
         Rates that were measured: 1e9 bytes/s to the device and within it, 1e12 operations a second
         in bf16, seconds of a launch.
+    upstream : int
+        How many cards share one link upstream, behind a switch, and train at once: each has so
+        much less of its own. ``oracle-offload doctor`` tells.
     offload_percent : float, optional
         What `attach` is to be told; by default all that activations leave free is arena.
     margin : float
@@ -241,6 +245,7 @@ def plan(
         ("rank", rank),
         ("batch", batch),
         ("micro_batches", micro_batches),
+        ("upstream", upstream),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} is not a whole number above zero")
@@ -265,7 +270,7 @@ def plan(
         memory_gbps=memory_gbps,
         tflops=tflops,
         launch_s=launch_s,
-    )
+    ).behind(upstream)
     room = Room(chosen.memory_bytes, _ram(ram), margin, offload_percent)
     question = Question(
         source,
@@ -338,6 +343,8 @@ def _assumptions(question: Question, found: Fit, step: Step, why: str) -> tuple[
     )
     if question.source.module is None and question.recipe.train == "lora":
         said.append("the LoRA, its gradients and its state are unknown and counted nowhere")
+    if card.upstream > 1:
+        said.append(f"{card.upstream} cards share the link upstream, each has as much of it")
     if found.storage.coded:
         said.append(question.source.expected.said(found.storage.coded))
     if why:

@@ -382,7 +382,80 @@ static void kernels_overlap_where_they_are_told_to(void) {
     }
 }
 
+/* Two devices of 1 GB/s links copy 1 MB twice each: behind one upstream of 1 GB/s all four pass one
+ * after the other, behind one of 1.5 GB/s at its rate, and where each has its own as if alone. One
+ * that copies alone gets its link's rate, not the upstream's; copies to the host pass besides. */
+static void links_share_an_upstream(void) {
+    enum { BYTES = 1000000 };
+    static const struct {
+        int upstreams[2];
+        double gbps, both_s, alone_s;
+    } table[] = {{{1, 1}, 1, 4e-3, 2.02e-3},
+                 {{1, 1}, 1.6, 2.5e-3, 2.02e-3},
+                 {{1, 2}, 1, 2.02e-3, 2.02e-3},
+                 {{0, 0}, 0, 2.02e-3, 2.02e-3},
+                 {{1, 1}, 8, 2.02e-3, 2.02e-3}};
+    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
+        OK(cu.simReset());
+        OK(cu.simSetDeviceCount(2));
+        round_device();
+        for (int card = 0; card < 2; card++) {
+            struct sim_device device;
+            OK(cu.simGetDevice(0, &device));
+            device.upstream = table[i].upstreams[card];
+            device.upstream_gbps = table[i].gbps;
+            OK(cu.simSetDevice(card, &device));
+        }
+        sim_test_begin(SIM_TIMED, 7);
+        OOCUcontext contexts[2] = {sim_context, NULL};
+        OK(cu.cuDevicePrimaryCtxRetain(&contexts[1], 1));
+        OOCUstream streams[2];
+        OOCUdeviceptr slots[2];
+        char *master = host_bytes(BYTES);
+        for (int card = 0; card < 2; card++) {
+            OK(cu.cuCtxPushCurrent(contexts[card]));
+            streams[card] = new_stream();
+            slots[card] = device_bytes(BYTES);
+            OK(cu.cuCtxPopCurrent(NULL));
+        }
+        for (int both = 1; both >= 0; both--) {
+            const double start_s = cu.simNow();
+            double end_s;
+            for (int copy = 0; copy < 2; copy++)
+                for (int card = 0; card <= both; card++) {
+                    OK(cu.cuCtxPushCurrent(contexts[card]));
+                    OK(cu.cuMemcpyHtoDAsync(slots[card], master, BYTES, streams[card]));
+                    OK(cu.cuCtxPopCurrent(NULL));
+                }
+            OK(cu.simFinish(&end_s));
+            near(end_s - start_s, both ? table[i].both_s : table[i].alone_s,
+                 both ? "two cards" : "one card");
+        }
+        for (int card = 0; card < 2; card++) {
+            OK(cu.cuCtxPushCurrent(contexts[card]));
+            OK(cu.cuStreamSynchronize(streams[card]));
+            OK(cu.cuStreamDestroy(streams[card]));
+            OK(cu.cuMemFree(slots[card]));
+            OK(cu.cuCtxPopCurrent(NULL));
+        }
+        OK(cu.cuMemFreeHost(master));
+        OK(cu.cuDevicePrimaryCtxRelease(1));
+        sim_test_end();
+    }
+    struct sim_device device;
+    OK(cu.simPreset("rtx4090", &device));
+    device.upstream = 1;
+    IS(OOCU_ERROR_INVALID_VALUE, cu.simSetDevice(0, &device));
+    device.upstream_gbps = 1;
+    device.upstream = 9;
+    IS(OOCU_ERROR_INVALID_VALUE, cu.simSetDevice(0, &device));
+    OK(cu.simPreset("rtx4090", &device));
+    OK(cu.simSetDevice(0, &device));
+    OK(cu.simSetDeviceCount(1));
+}
+
 static const struct check_case cases[] = {
+    CASE(links_share_an_upstream),
     CASE(kernels_overlap_where_they_are_told_to),
     CASE(late_submission),
     CASE(a_step_of_two_layers_takes_what_the_model_says),

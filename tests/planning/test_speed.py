@@ -368,3 +368,18 @@ def test_a_replay_codes_whole_pairs_of_bytes_alone() -> None:
         packed = replace(fit, storage=replace(fit.storage, coded={id(weight): 700}))
         ((_, sizes),) = question(step, packed, CARD, 0.5)["units"][0]
         assert sizes == [as_asked, *map(tensor_bytes, others)]
+
+
+def test_cards_that_share_a_link_upstream_have_as_much_less_of_it() -> None:
+    def of(upstream: int) -> Any:
+        return oracle_offload.plan(
+            Late(), sample={"input": (4, 256)}, ram="64GB", offload_percent=1.0, upstream=upstream
+        )
+
+    alone, shared = of(1), of(4)
+    whole = alone.question.card.link_gbps
+    assert shared.question.card.link_gbps == tuple(rate / 4 for rate in whole)
+    assert shared.speed.link_s == pytest.approx(4 * alone.speed.link_s) and alone.speed.link_s > 0
+    assert any("4 cards share the link upstream" in text for text in shared.assumptions)
+    with pytest.raises(ValueError, match="upstream=0"):
+        of(0)

@@ -139,8 +139,8 @@ PLAN = {
     "fetch": False, "dtype": None, "adapter_dtype": "fp32", "master_dtype": None, "quantize": None,
     "compress": None, "checkpointing": True, "batch": 1, "micro_batches": 1, "sample": None,
     "measure": True, "card": None, "vram": None, "ram": None, "link_gbps": None,
-    "memory_gbps": None, "tflops": None, "launch_s": None, "offload_percent": None,
-    "margin": 0.08, "verify": None, "json": False, "html": None,
+    "memory_gbps": None, "tflops": None, "launch_s": None, "upstream": 1,
+    "offload_percent": None, "margin": 0.08, "verify": None, "json": False, "html": None,
 }  # fmt: skip
 BENCH = {"matrix": "a.py", "steps": "8", "device": "cuda", "json": False, "more": []}
 EXPLAIN = {
@@ -151,14 +151,15 @@ TAKEN: dict[str, dict[str, object]] = {
     "plan 1M --train full --rank 4 --targets a b --optimizer sgd --dtype fp8 --adapter-dtype bf16"
     " --master-dtype fp32 --quantize nf4 --compress auto --no-checkpointing --batch 2"
     " --micro-batches 3 --sample 512 --no-measure --card 16 --vram 20GiB --ram 48GB --link-gbps 25"
-    " --memory-gbps 900 --tflops 80 --launch-s 1e-5 --offload-percent 0.5 --margin 0.1"
+    " --memory-gbps 900 --tflops 80 --launch-s 1e-5 --upstream 2 --offload-percent 0.5 --margin 0.1"
     " --verify run.jsonl --json --html page": {
         "model": "1M", "train": "full", "rank": 4, "targets": ["a", "b"], "optimizer": "sgd",
         "fetch": False, "dtype": "fp8", "adapter_dtype": "bf16", "master_dtype": "fp32",
         "quantize": "nf4", "compress": "auto", "checkpointing": False, "batch": 2,
         "micro_batches": 3, "sample": "512", "measure": False, "card": "16", "vram": "20GiB",
         "ram": "48GB", "link_gbps": 25.0, "memory_gbps": 900.0, "tflops": 80.0, "launch_s": 1e-5,
-        "offload_percent": 0.5, "margin": 0.1, "verify": "run.jsonl", "json": True, "html": "page",
+        "upstream": 2, "offload_percent": 0.5, "margin": 0.1, "verify": "run.jsonl", "json": True,
+        "html": "page",
     },
     "bench --matrix a.py": BENCH,
     "bench --matrix a.py --steps 2 --device cpu --json -- --rank 3": {

@@ -548,3 +548,37 @@ def test_what_is_said_of_switches(
     tmp_path: Path, case: str, environ: dict[str, str], verdict: str
 ) -> None:
     assert_found(CHECKS["switches"](machine(tmp_path, {}, environ=environ)), case, verdict)
+
+
+def test_cards_behind_one_switch_are_named_with_the_link_that_they_share(tmp_path: Path) -> None:
+    """Two cards behind a switch on an x8 link, a third on a root port of its own."""
+    root, switch = "pci0000:00/0000:00:01.0", "pci0000:00/0000:00:01.0/0000:01:00.0"
+    places = {
+        "0000:03:00.0": f"{switch}/0000:02:00.0/0000:03:00.0",
+        "0000:04:00.0": f"{switch}/0000:02:08.0/0000:04:00.0",
+        "0000:81:00.0": "pci0000:80/0000:80:01.0/0000:81:00.0",
+        "0000:01:00.0": switch,
+        "0000:00:01.0": root,
+    }
+    devices = tmp_path / "sys/bus/pci/devices"
+    devices.mkdir(parents=True)
+    for name, place in places.items():
+        (tmp_path / "sys/devices" / place).mkdir(parents=True, exist_ok=True)
+        (devices / name).symlink_to(f"../../../devices/{place}")
+    (devices / "0000:01:00.0/max_link_speed").write_text("16.0 GT/s PCIe\n")
+    (devices / "0000:01:00.0/max_link_width").write_text("8\n")
+    cards = [
+        Gpu(**{**CARD, "index": index, "bus_id": f"0000{name.upper()}"})  # type: ignore[arg-type]
+        for index, name in enumerate(("0000:03:00.0", "0000:04:00.0", "0000:81:00.0"))
+    ]
+    system = System(str(tmp_path), gpus=GpuView(tuple(cards)), torch=TorchView())
+    found = CHECKS[LINK](system)
+    assert found.verdict == "ok"
+    assert found.value.endswith(
+        "; GPU 0 and GPU 1 share one link upstream, about 12.5 GB/s together"
+    )
+    assert found.why == "cards that stream at once divide it: plan --upstream 2"
+    shared = {"upstream": "0000:01:00.0", "gpus": [0, 1], "expected_gbps": 12.5}
+    assert found.facts["shared"] == [shared]
+    alone = CHECKS[LINK](System(str(tmp_path), gpus=GpuView(tuple(cards[1:])), torch=TorchView()))
+    assert "shared" not in alone.facts and "upstream" not in alone.value

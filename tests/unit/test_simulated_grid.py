@@ -7,6 +7,7 @@ import shutil
 
 import plans
 import pytest
+import several_cards
 import simulated
 from model_traces import BACKWARD, FORWARD, MODELS, RECOMPUTE, RECORDED, Trace, Visit, trace_of
 
@@ -443,3 +444,24 @@ def test_a_wait_of_the_engine_is_seen(rows):
     assert all(differences)
     pairs = itertools.pairwise(shown)
     assert all(a["time_over_bound_ratio"] >= b["time_over_bound_ratio"] for a, b in pairs)
+
+
+def test_cards_behind_one_switch_reach_their_joint_bound_as_the_page_says():
+    """Two that share a link upstream, and one of as many on two switches, which share nothing."""
+    cells = several_cards.cells()
+    assert {(cell.cards, cell.switches) for cell in cells} == {
+        *((cards, 1) for cards in (1, 2, 4, 8)),
+        *((cards, 2) for cards in (2, 4, 8)),
+    }
+    training = several_cards.TRAININGS[0]
+    one, shared, apart = (
+        several_cards.run(several_cards.Cell(training, cards, switches))
+        for cards, switches in ((1, 1), (2, 1), (2, 2))
+    )
+    for row in (one, shared, apart):
+        assert several_cards.GOAL <= row["of_bound"] <= 1.001, row
+    assert shared["step_s"] > 1.5 * one["step_s"] and apart["step_s"] < 1.01 * one["step_s"]
+    assert one["h2d_bytes"] > 10e9, "nothing is streamed"
+    page = several_cards.PAGE.read_text("utf-8")
+    lines = several_cards.table([one, shared, apart])
+    assert all(line in page for line in lines), "benchmarks/several_cards.py --page"
