@@ -18,6 +18,7 @@ from .intake import Intake
 from .layers.leaf import Leaf
 from .layers.swap import swap_in
 from .selection import Chosen, choose_again, group_units, least_bytes
+from .sharing import is_shared
 from .views.progress import DelayedBar
 
 if TYPE_CHECKING:
@@ -118,11 +119,8 @@ def _pieces(
     units: Sequence[Sequence[Tensor]], piece_bytes: int | None, share: Share | None
 ) -> Iterator[tuple[list[list[Tensor]], Share | None]]:
     """Yield the units of each piece, and the ranks that have it together."""
-    own, shared = list(units), []
-    if share is not None:
-        trained = [any(tensor.requires_grad for tensor in unit) for unit in units]
-        shared = list(itertools.compress(units, (not each for each in trained)))
-        own = list(itertools.compress(units, trained))
+    shared = [] if share is None else [unit for unit in units if is_shared(unit)]
+    own = list(units) if share is None else [unit for unit in units if not is_shared(unit)]
     for units_of_piece in masters.split_pieces(shared, piece_bytes):
         yield units_of_piece, share
     for units_of_piece in masters.split_pieces(own, piece_bytes):

@@ -15,7 +15,7 @@ import contextlib
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,7 +101,8 @@ class Share:
         Raises
         ------
         OffloadError
-            Layers, their tensors, or the files that these come from, are others on some rank.
+            Layers, their tensors, or the files that these come from, are others on some rank; or
+            nothing is frozen.
         """
         rows: list[str] = []
         tensors: dict[str, Tensor] = {}
@@ -120,6 +121,12 @@ class Share:
         said = self.ranks.exchange("layout", [rows, files, names])
 
         def compare() -> None:
+            if not any(is_shared([t for leaf in unit for t in leaf.tensors()]) for unit in units):
+                raise OffloadError(
+                    "share='node' shares frozen weights, and each layer of this model has one that "
+                    "needs gradients: call model.requires_grad_(False) before attach, and add "
+                    "adapters to it, before or after."
+                )
             for rank, (theirs, their_files, _) in enumerate(said):
                 for kind, ours, others in (
                     ("layout", said[0][0], theirs),
@@ -260,6 +267,11 @@ class Share:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def is_shared(unit: Iterable[Tensor]) -> bool:
+    """Whether what travels together is shared: where all of it is frozen."""
+    return not any(tensor.requires_grad for tensor in unit)
 
 
 @contextlib.contextmanager

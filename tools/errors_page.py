@@ -697,6 +697,9 @@ NOTES: dict[str, dict[str, str]] = {
         "share='node' needs a process group": (
             "Ranks find one another by torch's process group: it has to be there before `attach`."
         ),
+        "share='node' shares frozen weights": (
+            "Weights that are trained are each rank's own, so there would be nothing to share."
+        ),
         "share='node' is for Linux alone": (
             "Other systems have no memory without a name that a descriptor passes on."
         ),

@@ -43,7 +43,7 @@ def from_pretrained(
     subfolder : str
         Of a pipeline's folder: ``"transformer"``.
     **arguments
-        To `attach`; `weights` replaces the folder's.
+        To `attach`; `weights` replaces the folder's. With `share` the weights come frozen.
 
     Returns
     -------
@@ -71,6 +71,8 @@ def from_pretrained(
     for name, parameter in model.named_parameters():
         if kept.search(name) and parameter.is_floating_point():
             parameter.data = parameter.data.float()
+    if arguments.get("share") is not None:  # of what may be trained each rank has its own
+        model.requires_grad_(False)
     attach(model.eval(), device, **{"weights": path, **arguments})
     return model
 

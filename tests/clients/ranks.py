@@ -2,8 +2,9 @@
 
 python ranks.py FOLDER RANKS SCENARIO...
 
-Prints, for each scenario in turn, a line of JSON: how each rank ended and what it said. What a
-process imports and prepares is paid for once; its ranks are forked while it has one thread.
+A scenario is one of the functions below, NAME@4 with another number of ranks. Prints, for each in
+turn, a line of JSON: how each rank ended and what it said. What a process imports and prepares is
+paid for once; its ranks are forked while it has one thread.
 """
 
 from __future__ import annotations
@@ -235,6 +236,42 @@ def one_fails(rank, size, folder):
     options = {"vram_budget": "1KiB"} if rank == size - 1 else {}
     model = Model()
     return refused(lambda: oracle_offload.attach(model, "cpu", share="node", **options))
+
+
+def nothing_frozen(rank, size, folder):
+    return refused(lambda: attach(Model().requires_grad_()))
+
+
+def partly_trained(rank, size, folder):
+    """What is trained from the start is each rank's own; the rest is shared."""
+    model = Model()
+    model.blocks[2].base.weight.requires_grad_()
+    x = inputs(rank, 0)
+    expected = model(x)
+    manager = attach(model)
+    assert torch.equal(model(x), expected)
+    shared_at = manager.attachment.pieces.shared_at
+    own = [n for n, p in model.named_parameters() if "base" in n and not shared_at(p.data_ptr())]
+    assert own == ["blocks.2.base.weight", "blocks.2.base.bias"], own
+    optimizer = torch.optim.SGD([model.blocks[2].base.weight], lr=0.1)
+    model(x).sum().backward()
+    optimizer.step()
+    model(x)
+    return "trained"
+
+
+def nodes(rank, size, folder):
+    """Two machines of two ranks each, as their launchers would say: a copy on each."""
+    there = {"LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({key: str(value) for key, value in there.items()})
+    expected = train(rank, Model(), "plain")
+    model = Model()
+    manager = attach(model)
+    share = manager.attachment.pieces.share
+    assert share.ranks.at.local_world == 2
+    found = train(rank, model, "plain")
+    assert all(map(torch.equal, found, expected))
+    return os.fstat(share._file).st_ino
 
 
 def one_is_late(rank, size, folder):
@@ -550,7 +587,8 @@ def main(folder, size, *scenarios):
     os.setpgid(0, 0)
     prepare()
     for number, scenario in enumerate(scenarios):
-        row = run(scenario, size, Path(folder) / str(number))
+        name, _, own = scenario.partition("@")
+        row = run(name, int(own or size), Path(folder) / str(number))
         print(json.dumps({"scenario": scenario, **row}), flush=True)
 
 

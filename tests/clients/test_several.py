@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +13,21 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
+import small_models
+from safetensors.torch import load_file
+
 pytestmark = [
     pytest.mark.ci,
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="share='node' is for Linux"),
 ]
 
 PROGRAM = Path(__file__).with_name("ranks.py")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STAGES = ("meet", "descriptor", "layout", "filled", "compared weights", "attached", "writing")
 KILLS = [f"killed:{victim}:{stage}" for stage in STAGES for victim in (0, 1)]
 SCENARIOS = [
-    *("bits", "memory", "files", "writes", "saves", "shown"),
+    *("bits", "memory", "files", "writes", "saves", "shown", "partly_trained", "nodes@4"),
+    *("nothing_frozen",),
     *("other_files", "other_layout", "other_values", "one_fails", "one_is_late"),
     *("descriptor", "no_group", "no_place", "other_number"),
     *("killed:0:filled", "killed:1:filled", "killed:1:meet", "killed:1:attached"),
@@ -80,6 +86,10 @@ def test_one_rank_writes_while_all_wait_and_nobody_else_does(two):
     assert said(two, "writes") == ["done", "done"]
 
 
+def test_what_is_trained_is_each_ranks_own_and_the_rest_is_shared(two):
+    assert said(two, "partly_trained") == ["trained", "trained"]
+
+
 def test_distributed_checkpoints_load_what_is_trained_and_fsdp_is_refused(two):
     assert said(two, "saves") == ["loaded", "loaded"]
 
@@ -101,6 +111,7 @@ def test_summary_recording_and_watcher_say_which_rank_they_are_of(two):
         ("other_values", "rank 1 of this machine has other values of 'blocks.2.base.weight'"),
         ("one_fails", "vram_budget='1KiB' is 1.00 KiB"),
         ("descriptor", "rank 1 of this machine was refused the descriptor"),
+        ("nothing_frozen", "share='node' shares frozen weights, and each layer of this model has"),
         ("no_group", "needs a process group, and there is none"),
         ("no_place", "RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which say None"),
         ("other_number", "rank 1 of this machine says {'local_world': 3"),
@@ -147,6 +158,49 @@ def check_starts(rows, count):
         assert all(rank["code"] == 0 for rank in row["ranks"]), row
         assert len({rank["said"] for rank in row["ranks"]}) == 1, "one file for all ranks"
         assert not row["left"]
+
+
+def test_two_machines_have_a_copy_each_and_train_as_one_job(two):
+    inodes = said(two, "nodes@4")
+    assert inodes[0] == inodes[1] != inodes[2] == inodes[3]
+
+
+@pytest.mark.slow
+def test_two_agents_of_torchrun_train_as_the_page_says(tmp_path):
+    """Two on this machine, each with two ranks, for two machines: the example, as it stands."""
+    small_models.write(tmp_path / "small")
+    told = ["--model", tmp_path / "small/llama", "--data", tmp_path / "small/texts.jsonl"]
+    told += ["--device", "cpu", "--steps", "4", "--output", tmp_path / "run"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-id", "several"]
+    meeting += ["--rdzv-endpoint", tmp_path / "meet", "--local-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    command += ["--nproc-per-node", "2", *meeting, EXAMPLES / "several_gpus.py", *told]
+    root = str(EXAMPLES.parent)
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = root  # the sources that are tested
+    agents = [
+        subprocess.Popen(
+            [str(part) for part in command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for _ in range(2)
+    ]
+    try:
+        texts = [agent.communicate(timeout=540)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.terminate()
+    assert [agent.returncode for agent in agents] == [0, 0], "".join(texts)[-4000:]
+    lines = re.findall(
+        r"rank (\d) of 4: (.*), in one copy for 2 ranks; adapters (\w+)", "".join(texts)
+    )
+    assert sorted(number for number, *_ in lines) == ["0", "1", "2", "3"], texts
+    assert len({checksum for *_, checksum in lines}) == 1, "the ranks drifted apart"
+    adapters = load_file(tmp_path / "run/adapter_model.safetensors")
+    assert any(value.any() for name, value in adapters.items() if "lora_B" in name)
 
 
 @pytest.mark.slow
