@@ -4,14 +4,14 @@
     .ci/run       and what is marked ci
     make proof    and what is marked slow
 
-A test that is no part of .ci/run is marked slow by hand. What `make test` leaves out goes by what a
-case was measured to take (tests/dear.txt, which `make test-bill` writes). Where parameters are
-multiplied, of a product of three and more every pair of values is in some case of .ci/run, and the
-whole product runs in `make proof`; of what is left `make test` runs the first, the middle and the
-last case. Of a dear test .ci/run has the first and the last case. What takes a device runs in
-.ci/run on the one that is not "cpu" (`make device-type`); and on "cpu" as far as `make test` has
-it, or where the other skips it: the marker elsewhere. It is also on the cases of the C programs
-that .ci/run has under the sanitizers alone.
+A test that is no part of .ci/run is marked slow by hand, or by `in_turn`. What `make test` leaves
+out goes by what a case was measured to take (tests/dear.txt, which `make test-bill` writes). Where
+parameters are multiplied, of a product of three and more every pair of values is in some case of
+.ci/run, and the whole product runs in `make proof`; of what is left `make test` runs the first, the
+middle and the last case. Of a dear test .ci/run has the first and the last case. What takes a
+device runs in .ci/run on the one that is not "cpu" (`make device-type`); and on "cpu" as far as
+`make test` has it, or where the other skips it: the marker elsewhere. It is also on the cases of
+the C programs that .ci/run has under the sanitizers alone.
 """
 
 from __future__ import annotations

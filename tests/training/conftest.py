@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 
 import pytest
 
@@ -114,3 +115,15 @@ def sim():
     assert not reports, "\n\n".join(reports[:3])
     assert not left, f"still attached after the test: {left}"
     assert not alive, f"still alive in the driver after the test: {alive}"
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Processes of their own that have imported torch."""
+    from forks import Forks
+
+    if not hasattr(os, "fork"):
+        pytest.skip("this system does not fork")
+    server = Forks()
+    yield server
+    server.close()

@@ -7,8 +7,35 @@ import warnings
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 
 warnings.filterwarnings("ignore", category=UserWarning)
+
+
+class Tower(nn.Sequential):
+    """Blocks that are checkpointed one by one."""
+
+    def forward(self, x):
+        for block in self:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def tower(depth=4, leaves=4, width=128, ratio=1):
+    """Return a tower of blocks of so many layers, each `ratio` times as wide as the one before."""
+    widths = [width, ratio * width]
+    return Tower(
+        *(
+            nn.Sequential(
+                *(
+                    part
+                    for n in range(leaves)
+                    for part in (nn.Linear(widths[n % 2], widths[1 - n % 2]), nn.Tanh())
+                )
+            )
+            for _ in range(depth)
+        )
+    )
 
 
 def enable_checkpointing(model, **options) -> None:

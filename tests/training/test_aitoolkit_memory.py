@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
 START = """
 import gc, os
 import torch
@@ -37,23 +33,12 @@ MemoryManager.free(small)
 """
 
 
-def run(code):
-    done = subprocess.run(
-        [sys.executable, "-c", START + code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 
 @pytest.mark.parametrize("attached", [True, False], ids=["attached", "never attached"])
-def test_free_returns_the_weights_to_the_system(attached):
-    said = run(f"""
+def test_free_returns_the_weights_to_the_system(forks, attached):
+    said = forks.print(f"""{START}
 before = rss()
 model = model_of(256)
 with torch.no_grad():
@@ -76,8 +61,10 @@ print("returned")
     assert said == "returned\n"
 
 
-def test_fifty_models_leave_no_trace():
-    said = run("""
+def test_fifty_models_leave_no_trace(forks):
+    said = forks.print(
+        START
+        + """
 def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
@@ -99,13 +86,14 @@ early, late = max(seen[5:10])[0], max(seen[45:])[0]
 assert late - early < 8 << 20, (early, late)
 assert len({count for _, count in seen[5:]}) == 1
 print("no trace")
-""")
+"""
+    )
     assert said == "no trace\n"
 
 
-def test_ten_cycles_of_resume_train_as_one_run(tmp_path):
+def test_ten_cycles_of_resume_train_as_one_run(forks, tmp_path):
     """Start, attach, resume, three steps, save: the losses are those of the run without a break."""
-    said = run(f"""
+    said = forks.print(f"""{START}
 path = {str(tmp_path / "state.pt")!r}
 
 class Adapted(nn.Module):

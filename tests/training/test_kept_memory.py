@@ -6,15 +6,11 @@ apart, so that what it calls anonymous is the host's alone.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import simgpu
 
-ROOT = Path(__file__).parent.parent.parent
 START = """
 import gc, mmap, os, threading, time
 import torch
@@ -74,21 +70,6 @@ settle()
 """
 
 
-def run(code):
-    done = subprocess.run(
-        [sys.executable, "-c", START + code],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
     pytest.mark.skipif(not simgpu.is_available(), reason="this torch knows no such device type"),
@@ -96,8 +77,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
-def test_the_host_holds_no_more_than_the_share_that_is_offloaded(share):
-    said = run(f"""
+def test_the_host_holds_no_more_than_the_share_that_is_offloaded(forks, share):
+    said = forks.print(f"""{START}
 before, before_device = anonymous()
 model = model_of(COUNT)
 with torch.no_grad():

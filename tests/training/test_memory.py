@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import subprocess
 import sys
 import threading
 import time
@@ -31,31 +30,9 @@ from oracle_offload import OffloadError, _core
 from oracle_offload.witness import Witness
 
 
-class Checkpointed(nn.Sequential):
-    """Its children are checkpointed one by one."""
-
-    def forward(self, x):
-        for block in self:
-            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-        return x
-
-
-class Tower(nn.Module):
-    """`depth` blocks of two layers, checkpointed one by one."""
-
-    def __init__(self, depth=16, width=128, ratio=2):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(width, ratio * width), nn.Tanh(), nn.Linear(ratio * width, width)
-            )
-            for _ in range(depth)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-        return x
+def tower(depth=16):
+    """Blocks of two layers of 64 KiB and 128 KiB."""
+    return models.tower(depth, 2, ratio=2)
 
 
 def tower_step(model):
@@ -72,7 +49,7 @@ def differences(before, after, *keys):
 @pytest.mark.parametrize("percent", [0.0, 0.5, 0.9, 1.0])
 def test_steady_state_allocates_nothing_waits_for_nothing_and_moves_x_min(percent):
     torch.manual_seed(0)
-    model = Tower(depth=24).requires_grad_(False)
+    model = tower(depth=24).requires_grad_(False)
     with attached(model, "cpu", offload_percent=percent) as manager:
         engine = manager.state.engine
         for _ in range(6):
@@ -109,7 +86,7 @@ def test_real_depth_moves_x_min():
 def test_bytes_the_simulator_copied_are_the_units_fetched(sim):
     """Two counts that know nothing of each other: the driver's and the engine's answers."""
     torch.manual_seed(0)
-    model = Tower(depth=6)
+    model = tower(depth=6)
     manager = oracle_offload.attach(model, "cpu", offload_percent=0.7)
     state = manager.state
     recorder = Recorder(state.engine)
@@ -170,7 +147,7 @@ def test_a_cap_in_bytes_holds_beside_a_layer_ten_times_the_others(device, budget
 @pytest.mark.parametrize("budget", ["1GiB", 0.5, 1 << 40, "auto"])
 def test_no_more_device_memory_is_taken_than_the_model_can_use(budget):
     torch.manual_seed(0)
-    managed, resident = resident_pair(Tower(depth=4))
+    managed, resident = resident_pair(tower(depth=4))
     with attached(managed, "cpu", vram_budget=budget) as manager:
         engine = manager.state.engine
         if budget == "auto":  # the first step runs on the floor
@@ -196,7 +173,7 @@ def test_registration_refused_from_the_kth_piece_on(sim, monkeypatch, nth):
 
     monkeypatch.setattr(masters, "PIECE_BYTES", 600_000)
     torch.manual_seed(0)
-    managed, resident = resident_pair(Tower(depth=8))
+    managed, resident = resident_pair(tower(depth=8))
     pieces = list(masters.split_pieces([[t] for t in managed.parameters()], 600_000))
     assert len(pieces) >= 3
     sim.refuse_registration(nth)
@@ -218,7 +195,7 @@ def test_lock_locks_no_more_than_it_says(monkeypatch):
 
     monkeypatch.setattr(masters, "PIECE_BYTES", 600_000)
     torch.manual_seed(0)
-    managed, resident = resident_pair(Tower(depth=8))
+    managed, resident = resident_pair(tower(depth=8))
     with attached(managed, "cpu", lock="1MB") as manager:
         locked = sum(buffer.nbytes for buffer in manager.attachment.buffers if buffer.locked)
         assert 0 < locked <= 1_000_000
@@ -227,7 +204,7 @@ def test_lock_locks_no_more_than_it_says(monkeypatch):
 
 
 def test_locked_bytes_are_the_weights():
-    model = Tower(depth=12)
+    model = tower(depth=12)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     with attached(model, "cpu") as manager:
         assert weights <= manager.state.engine.stats()["locked_bytes"] <= 1.02 * weights
@@ -237,7 +214,7 @@ def test_detach_right_after_backward_on_a_slow_link(sim):
     """Copies are still under way; the memory they use must not be reused before they end."""
     sim.slow_link()
     torch.manual_seed(0)
-    managed, resident = resident_pair(Tower(depth=8))
+    managed, resident = resident_pair(tower(depth=8))
     manager = oracle_offload.attach(managed, "cpu", offload_percent=0.5)
     for _ in range(2):
         tower_step(managed)
@@ -263,7 +240,7 @@ def test_detach_right_after_backward_on_a_slow_link(sim):
 def test_two_compute_streams_use_one_unit(sim):
     """A slot is overwritten only after the last use on each stream that used it."""
     torch.manual_seed(0)
-    managed, resident = resident_pair(Tower(depth=6).requires_grad_(False))
+    managed, resident = resident_pair(tower(depth=6).requires_grad_(False))
     with attached(managed, "cpu", offload_percent=0.8) as manager:
         state = manager.state
         first, second = state.stream(), sim.create_stream()
@@ -280,7 +257,7 @@ def test_two_compute_streams_use_one_unit(sim):
 
 def test_two_threads_train_through_one_model():
     torch.manual_seed(0)
-    managed, resident = resident_pair(Tower(depth=4).requires_grad_(False))
+    managed, resident = resident_pair(tower(depth=4).requires_grad_(False))
     inputs = [torch.randn(3, 128) for _ in range(2)]
     expected = [resident(x).detach() for x in inputs]
     errors = []
@@ -381,7 +358,7 @@ class FailingOperator(torch.utils._python_dispatch.TorchDispatchMode):
 def test_any_operator_may_fail(trainable):
     """Each one of a step: the slot is given back, and the next step has the resident's bits."""
     torch.manual_seed(0)
-    model = Checkpointed(
+    model = models.Tower(
         nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh()), nn.Sequential(nn.Linear(6, 5), nn.Tanh())
     ).requires_grad_(trainable)
     managed, resident = resident_pair(model)
@@ -432,7 +409,7 @@ def test_reentrant_and_sequential_checkpointing():
 
 def test_summary_says_what_was_counted():
     torch.manual_seed(0)
-    model = Tower(depth=8)
+    model = tower(depth=8)
     optimizer = torch.optim.AdamW(model.parameters())
     with attached(model, "cpu", offload_percent=0.5) as manager:
         for _ in range(3):
@@ -462,7 +439,7 @@ def test_summary_says_what_was_counted():
 
 
 def test_attach_and_detach_leak_nothing():
-    model = Tower(depth=4)
+    model = tower(depth=4)
 
     def cycle():
         manager = oracle_offload.attach(model, "cpu")
@@ -552,18 +529,10 @@ manager.detach()
 """
 
 
-def run_python(code, **options):
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, **options
-    )
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, pins with io_uring")
-def test_forked_workers_cost_nothing_and_are_refused():
+def test_forked_workers_cost_nothing_and_are_refused(forks):
     """1 GiB of masters, pinned for real: a fork maps none of them and copies < 5% of their size."""
-    done = run_python(FORK)
-    assert done.returncode == 0, done.stderr
-    found = dict(line.split() for line in done.stdout.splitlines())
+    found = dict(line.split() for line in forks.print(FORK).splitlines())
     assert found["child"] == "0", "the child must get our error, not a crash"
     assert found["loaded"] == "28"
     assert float(found["sum"]) == 0.0
@@ -610,19 +579,17 @@ print("detach", weights + arena, status("VmHWM") - empty)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_memory_of_attach_and_detach():
+def test_peak_memory_of_attach_and_detach(forks):
     """At most the weights and two pieces (and the simulated device's memory, which is RAM)."""
-    done = run_python(PEAK)
-    assert done.returncode == 0, done.stderr
     piece = 1 << 28
-    for line in done.stdout.splitlines():
+    for line in forks.print(PEAK).splitlines():
         what, held, peak = line.split()
         assert int(held) >= 3 * (1 << 30)
         assert int(peak) <= int(held) + 2 * piece, (what, int(peak) - int(held))
 
 
 def test_nothing_is_printed(capfd):
-    model = Tower(depth=2)
+    model = tower(depth=2)
     with attached(model, "cpu"):
         tower_step(model)
     out, err = capfd.readouterr()
@@ -632,8 +599,8 @@ def test_nothing_is_printed(capfd):
 
 @pytest.mark.parametrize("meanwhile", ["trains", "detaches", "attaches another"])
 def test_a_model_detaches_while_another_computes_in_what_it_lent(device, meanwhile, caplog):
-    (staying, resident), (other, other_resident) = (resident_pair(Tower(4)) for _ in range(2))
-    lending = Tower(4)
+    (staying, resident), (other, other_resident) = (resident_pair(tower(4)) for _ in range(2))
+    lending = tower(4)
     lender = oracle_offload.attach(lending, device, offload_percent=0.0)
     manager = oracle_offload.attach(staying, device, offload_percent=1.0)
     state, lent = manager.state, lender.attachment.arena.segments

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -332,7 +330,7 @@ def test_after_running_out_of_memory_it_is_whole(sim):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_in_a_forked_worker_it_says_whose_model_it_is():
+def test_in_a_forked_worker_it_says_whose_model_it_is(forks):
     code = """
 import os, sys, torch, oracle_offload
 from oracle_offload import engines
@@ -347,9 +345,7 @@ if pid == 0:
     os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    run = forks.run(code)
     assert run.stdout.strip() == "7", run.stderr
 
 
