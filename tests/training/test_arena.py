@@ -9,12 +9,12 @@ import ctypes
 import weakref
 from types import SimpleNamespace
 
+import models
 import pytest
 import torch
 from equality import assert_models_agree, assert_same, attached, resident_pair
 from tiers import in_turn
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import OffloadError, _core, devices, engines, masters
@@ -23,30 +23,11 @@ from oracle_offload import manager as managers
 from oracle_offload.sizes import format_size
 
 
-class Checkpointed(nn.Sequential):
-    """Its children are checkpointed one by one."""
-
-    def forward(self, x):
-        for block in self:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
-
-
 def tower_step(model):
     x = torch.ones(2, model[0][0].in_features, requires_grad=True)
     y = model(x)
     y.square().sum().backward()
     return [y, x.grad]
-
-
-def checkpointed_tower(depth=4, leaves=4, width=128):
-    blocks = [
-        nn.Sequential(
-            *[part for _ in range(leaves) for part in (nn.Linear(width, width), nn.Tanh())]
-        )
-        for _ in range(depth)
-    ]
-    return Checkpointed(*blocks).requires_grad_(False)
 
 
 @pytest.mark.parametrize("percent", [1.0, 0.7])
@@ -61,7 +42,7 @@ def test_the_arena_grows_by_what_a_block_needs_beyond_the_floor(kind, percent, t
     blocks = [
         nn.Sequential(*[part for _ in range(4) for part in (make(), nn.Tanh())]) for _ in range(4)
     ]
-    managed, resident = resident_pair(Checkpointed(*blocks).requires_grad_(trainable))
+    managed, resident = resident_pair(models.Tower(*blocks).requires_grad_(trainable))
 
     def step(model):
         x = torch.ones((4, 128) if kind == "linear" else (4, 128, 1, 1), requires_grad=True)
@@ -87,7 +68,7 @@ def test_the_arena_grows_by_what_a_block_needs_beyond_the_floor(kind, percent, t
 def test_the_arena_grows_while_another_thread_computes(pinned):
     """The other thread may be given the new memory at once, and may still hold some of the old."""
     torch.manual_seed(0)
-    managed, resident = resident_pair(checkpointed_tower())
+    managed, resident = resident_pair(models.tower().requires_grad_(False))
     with attached(managed, "cpu") as manager, contextlib.ExitStack() as held:
         attachment, state, engine = manager.attachment, manager.state, manager.state.engine
         arena = attachment.arena
@@ -185,7 +166,7 @@ def test_growing_takes_the_difference_alone(percent, leaves, monkeypatch):
     """And the two segments stream nearly as well as one of their size."""
     torch.manual_seed(0)
     counted = DeviceBytes(monkeypatch)
-    managed, resident = resident_pair(checkpointed_tower(6, leaves, 256))
+    managed, resident = resident_pair(models.tower(6, leaves, 256).requires_grad_(False))
     with attached(managed, "cpu", offload_percent=percent) as manager:
         arena, engine = manager.attachment.arena, manager.state.engine
         begun, largest = arena.capacity_bytes, engine.stats()["largest_unit_bytes"]
@@ -316,7 +297,7 @@ def taken(sim, manager, left):
 
 def test_an_arena_that_finds_no_room_to_grow_tries_again_once_there_is(sim, caplog, monkeypatch):
     torch.manual_seed(0)
-    managed, resident = resident_pair(checkpointed_tower())
+    managed, resident = resident_pair(models.tower().requires_grad_(False))
     shape = sim.get_device(0)
     shape.memory_bytes = 8 << 20
     sim.set_device(0, shape)
@@ -378,7 +359,7 @@ def test_an_arena_that_was_resized_grows_only_beyond_its_size():
 
 def test_a_capture_is_refused_before_anything_is_lent(sim):
     """Memory that is allocated while a graph is captured would belong to the graph."""
-    managed = checkpointed_tower()
+    managed = models.tower().requires_grad_(False)
     with attached(managed) as manager, sim._context() as library:
         for _ in range(2):
             tower_step(managed)

@@ -9,11 +9,11 @@ import gc
 import logging
 import threading
 
+import models
 import pytest
 import torch
 from equality import assert_same
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import arena, attachment, engines, masters, selection
@@ -186,24 +186,6 @@ def observer(monkeypatch, caplog):
 # ---- what threads do ----
 
 
-class Tower(nn.Module):
-    """Blocks of four units, checkpointed one by one: the arena grows from two units to four."""
-
-    def __init__(self, depth=4, width=128):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                *(part for _ in range(4) for part in (nn.Linear(width, width), nn.Tanh()))
-            )
-            for _ in range(depth)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
-
-
 @contextlib.contextmanager
 def attached(model):
     """Attach for a while, and detach beside threads that compute in what was lent."""
@@ -240,7 +222,7 @@ def train():
 
 def grow():
     """Let the arena grow to a checkpointed block, and look at the summary."""
-    model = Tower().requires_grad_(False)
+    model = models.tower().requires_grad_(False)
     resident = copy.deepcopy(model)
     with attached(model) as manager:
         before = manager.attachment.arena.capacity_bytes
