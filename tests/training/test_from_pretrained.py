@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import json
 import re
 import socket
+import sys
 from types import SimpleNamespace
 
 import models
@@ -16,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import oracle_offload
-from oracle_offload.disk import conversion
+from oracle_offload.disk import conversion, pretrained
 from oracle_offload.disk.checkpoint import Checkpoint
 from oracle_offload.disk.header import Stored
 from oracle_offload.disk.source import Fragment, Source
@@ -494,11 +497,6 @@ def test_deprecated_names_of_diffusers_are_converted(tmp_path):
 # ---- what is refused ----
 
 
-def test_another_class_is_refused(tmp_path):
-    with pytest.raises(OffloadError, match="is no model's class of transformers or diffusers"):
-        oracle_offload.from_pretrained(nn.Linear, tmp_path, "cpu")
-
-
 @pytest.mark.parametrize("name", ["llama", "flux"])
 def test_a_checkpoint_that_is_quantised_is_refused(tmp_path, name):
     kind = saved(name, tmp_path)
@@ -525,3 +523,399 @@ def test_a_class_with_a_configuration_of_its_own_needs_no_entry_in_the_library(t
     assert type(model.config) is OwnConfig and model._memory_manager.layers
     assert_same(dict(model.state_dict()), dict(Own.from_pretrained(tmp_path).state_dict()))
     model._memory_manager.detach()
+
+
+# ---- classes of other libraries' kinds, of which nothing else is known ----
+
+
+class Config:
+    """A configuration that any class of transformers may have."""
+
+    def __init__(self, dtype=torch.bfloat16):
+        self.dtype, self.quantization_config, self._name_or_path = dtype, None, ""
+
+    @classmethod
+    def from_pretrained(cls, path):
+        found = cls(*([] if (path / "config.json").read_text() == "plain" else [torch.float16]))
+        found.read_by = cls.__name__
+        return found
+
+
+class OwnConfig(Config):
+    pass
+
+
+class Learner(nn.Module):
+    """What is asked of a model of transformers."""
+
+    _keep_in_fp32_modules = None
+    _keep_in_fp32_modules_strict = None
+
+    def __init__(self, config, generates):
+        super().__init__()
+        self.config, self.dtype, self.generates = config, config.dtype, generates
+        self.generation_config = "of the class"
+        self.router = nn.Linear(2, 2)
+        self.norm = nn.ModuleDict({"weight_of_norm": nn.LayerNorm(2)})
+        self.to(config.dtype)
+        self.steps = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+
+    def can_generate(self):
+        return self.generates
+
+
+def learner(own=None, made="_from_config", generates=True, **kept):
+    """Return a class of transformers, and one below it that is defined elsewhere."""
+
+    class PreTrainedModel(Learner):
+        __module__ = "transformers.modeling_utils"
+
+    def make(config, **named):
+        config.dtype = named.get("dtype", config.dtype)
+        return PreTrainedModel(config, generates)
+
+    PreTrainedModel.config_class = own
+    setattr(PreTrainedModel, made, staticmethod(make))
+    for name, value in kept.items():
+        setattr(PreTrainedModel, name, value)
+    return type("Own", (PreTrainedModel,), {"__module__": "somewhere"}), PreTrainedModel
+
+
+def diffuser(kept=None, fails=False):
+    """Return a class with what is asked of one of diffusers."""
+
+    class ModelMixin(nn.Module):
+        __module__ = "diffusers.models"
+        _keep_in_fp32_modules = kept
+
+        def __init__(self, width):
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.block = nn.ModuleDict({"norm": nn.LayerNorm(width), "normal": nn.Linear(width, 1)})
+            self.register_buffer("table", torch.ones(width))
+            self.scale = nn.Parameter(torch.ones(width, dtype=torch.float32))  # as some classes do
+            self.count = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+            self.registered = {}
+            if fails:
+                raise KeyError("planned")
+
+        @classmethod
+        def load_config(cls, path):
+            return {"width": 3, "quantization_config": None}
+
+        @classmethod
+        def from_config(cls, config):
+            return cls(config["width"])
+
+        def register_to_config(self, **named):
+            self.registered.update(named)
+
+    return ModelMixin
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """Of transformers only the configurations are there; return what is given to `attach`."""
+    (tmp_path / "config.json").write_text("plain")
+    generation = SimpleNamespace(from_pretrained=lambda path: f"of {path.name}")
+    library = SimpleNamespace(AutoConfig=Config, GenerationConfig=generation)
+    monkeypatch.setitem(sys.modules, "transformers", library)
+    attached = []
+    monkeypatch.setattr(
+        pretrained, "attach", lambda model, device, **named: attached.append((device, named))
+    )
+    return attached
+
+
+def in_float32(model):
+    return {name for name, p in model.named_parameters() if p.dtype is torch.float32}
+
+
+def test_a_model_of_transformers_has_its_configuration_and_that_of_generation(given, tmp_path):
+    for own, made, file, generates in itertools.product(
+        (None, OwnConfig), ("_from_config", "from_config"), (False, True), (False, True)
+    ):
+        (tmp_path / "generation_config.json").unlink(missing_ok=True)
+        if file:
+            (tmp_path / "generation_config.json").write_text("{}")
+        for kind in learner(own, made, generates):
+            model = oracle_offload.from_pretrained(kind, tmp_path)
+            assert model.config.read_by == ("Config" if own is None else "OwnConfig")
+            told = f"of {tmp_path.name}" if file and generates else "of the class"
+            assert model.generation_config == told
+            assert model.config._name_or_path == str(tmp_path) and not model.training
+            assert model.dtype is torch.bfloat16 and model.router.weight.is_meta
+            assert not in_float32(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "strict", "half", "found"),
+    [
+        (torch.bfloat16, ["router", "steps"], ["norm"], ["router"]),
+        (torch.float16, ["router"], ["norm.*norm"], ["norm", "router"]),
+        (torch.float16, None, ["wei*_of_norm"], ["norm"]),
+        (torch.float64, ["router"], ["norm"], []),
+        (torch.float16, None, None, []),
+        (torch.bfloat16, None, ["norm"], []),
+    ],
+)
+def test_what_a_class_keeps_in_float32_follows_from_the_dtype(
+    given, tmp_path, dtype, strict, half, found
+):
+    kind, _ = learner(_keep_in_fp32_modules_strict=strict, _keep_in_fp32_modules=half)
+    model = oracle_offload.from_pretrained(kind, tmp_path, dtype=dtype)
+    assert model.dtype is dtype and model.steps.dtype is torch.int64
+    assert sorted({name.split(".")[0] for name in in_float32(model)}) == found
+
+
+@pytest.mark.parametrize(
+    ("kept", "dtype", "found"),
+    [
+        ("norm", torch.bfloat16, ["block.norm", "norm"]),
+        (["block"], torch.float16, ["block.norm", "block.normal"]),
+        (["orm", "table"], torch.bfloat16, []),
+        (None, torch.bfloat16, []),
+    ],
+)
+def test_a_model_of_diffusers_is_of_the_dtype_but_for_what_it_keeps(
+    given, tmp_path, kept, dtype, found
+):
+    model = oracle_offload.from_pretrained(diffuser(kept), tmp_path, "cpu", dtype=dtype)
+    assert sorted({name.rpartition(".")[0] for name in in_float32(model)}) == found
+    others = {p.dtype for name, p in model.named_parameters() if name not in in_float32(model)}
+    assert others == {dtype, torch.int64} and model.count.dtype is torch.int64
+    assert model.table.dtype is dtype, "computed as the class does"
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not model.table.is_meta and model.registered == {"_name_or_path": str(tmp_path)}
+    assert given == [("cpu", {"weights": tmp_path})] and not model.training
+
+
+def test_the_default_dtype_is_the_models_while_it_is_made(given, tmp_path):
+    before = torch.get_default_dtype()
+    model = oracle_offload.from_pretrained(diffuser("norm"), tmp_path)
+    assert {p.dtype for p in model.parameters()} == {before, torch.int64}
+    for fails in (False, True):
+        with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+            oracle_offload.from_pretrained(diffuser(fails=fails), tmp_path, dtype=torch.float16)
+        assert torch.get_default_dtype() is before
+
+
+def test_where_and_of_what_it_is_attached(given, tmp_path):
+    folder = tmp_path / "unet"
+    folder.mkdir()
+    (folder / "config.json").write_text("float16")
+    kind, _ = learner()
+    model = oracle_offload.from_pretrained(kind, tmp_path, "cpu", subfolder="unet", ram_budget=1)
+    assert model.dtype is torch.float16
+    oracle_offload.from_pretrained(kind, str(folder), weights="elsewhere")
+    assert given == [
+        ("cpu", {"weights": folder, "ram_budget": 1}),
+        ("cuda", {"weights": "elsewhere"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [({"quant_method": "gptq"}, "gptq"), ({"bits": 4}, "None"), ("by words", "by words"), ({}, "")],
+)
+def test_what_is_quantised_is_refused_by_its_method(given, tmp_path, monkeypatch, config, method):
+    kind, _ = learner()
+    read = Config.from_pretrained
+
+    def quantised(path):
+        found = read(path)
+        found.quantization_config = config
+        return found
+
+    monkeypatch.setattr(Config, "from_pretrained", quantised)
+    if not method:
+        oracle_offload.from_pretrained(kind, tmp_path)
+        return
+    with pytest.raises(OffloadError) as raised:
+        oracle_offload.from_pretrained(kind, tmp_path)
+    assert str(raised.value).startswith(f"'{tmp_path}' is quantised ({method}): its library")
+    assert not given
+
+
+def test_what_is_no_models_class_or_no_folder_is_refused(given, tmp_path):
+    other = type("ModelMixin", (nn.Module,), {"__module__": "another.library"})
+    for kind in (other, nn.Linear, "transformers.PreTrainedModel"):
+        with pytest.raises(OffloadError, match="is no model's class of transformers or diffusers"):
+            oracle_offload.from_pretrained(kind, tmp_path)
+    with pytest.raises(OffloadError, match="gone' is no folder; nothing is downloaded"):
+        oracle_offload.from_pretrained(learner()[0], tmp_path / "gone")
+    assert not given
+
+
+# ---- a library's rules, as its objects say them ----
+
+
+class Rule:
+    """As transformers' converters: patterns of a file, those of the model, and what is done."""
+
+    def __init__(self, sources, *operations, targets=("t",)):
+        self.source_patterns, self.target_patterns = sources, targets
+        self.operations = operations
+
+
+class Renaming:
+    pass
+
+
+def operation(kind, **about):
+    return type(kind, (), about)()
+
+
+def merged(dim):
+    return operation("MergeModulelist", dim=dim)
+
+
+def behind(dim):
+    return operation("Concatenate", dim=dim)
+
+
+def turned(check):
+    return operation("Transpose", dim0=0, dim1=1, check_dims=check)
+
+
+class Renamed(nn.Module):
+    """A model whose tensor `t` is made of those of a file."""
+
+    base_model_prefix = "model"
+
+    def __init__(self, shape):
+        super().__init__()
+        self.t = nn.Parameter(torch.zeros(shape))
+        self.norm = nn.Linear(3, 2, bias=False)
+
+    def get_parameter_or_buffer(self, name):
+        return self.get_parameter(name)
+
+
+def sources_of(folder, monkeypatch, tensors, rules, shape=(2, 3)):
+    """Return the sources of a model by rules, of a file with these tensors, and what was asked.
+
+    Tensors named x.0, x.1, ... are those of the pattern x.
+    """
+    asked = []
+
+    def rename(key, renamings, converters, prefix, state):
+        asked.append((key, len(renamings), len(converters), prefix, sorted(state)))
+        pattern, _, number = key.rpartition(".")
+        if number.isdigit():
+            return ("t" if "lost" not in key else key), pattern
+        return key.removeprefix("old."), None
+
+    core = SimpleNamespace(
+        WeightConverter=Rule,
+        WeightRenaming=Renaming,
+        dot_natural_key=lambda key: [int(p) if p.isdigit() else p for p in key.split(".")],
+        rename_source_key=rename,
+    )
+    mapping = SimpleNamespace(get_model_conversion_mapping=lambda module: rules)
+    modeling = SimpleNamespace(PreTrainedModel=Renamed)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", mapping)
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", core)
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", modeling)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+    checkpoint = Checkpoint(folder)
+    try:
+        return conversion.find_sources(Renamed(shape), checkpoint), asked
+    finally:
+        checkpoint.close()
+
+
+def filled(source, tensors):
+    """Return the tensor that its parts fill, each with the values of its name."""
+    target = torch.zeros(source.shape)
+    for fragment in source.fragments:
+        fragment.part_of(target).copy_(tensors[fragment.name])
+    return target
+
+
+A, B, C, D = (torch.arange(6.0).view(2, 3) + number for number in (0, 10, 20, 30))
+WIDE, SQUARE = torch.arange(8.0).view(2, 4), torch.arange(9.0).view(3, 3)
+RULES = {
+    "stacked along the first": ({"x.0": A, "x.2": B, "x.10": C}, [merged(0)], (A, B, C)),
+    "stacked along the last": ({"x.0": A, "x.1": B}, [merged(2)], torch.stack([A, B], 2)),
+    "one behind the other": ({"x.0": A, "y.0": WIDE}, [behind(1)], torch.cat([A, WIDE], 1)),
+    "of three": ({"x.0": A, "y.0": B, "z.0": D}, [behind(0)], torch.cat([A, B, D])),
+    "stacks": (
+        {"x.0": A, "x.1": C, "y.0": B, "y.1": D},
+        [merged(0), behind(2)],
+        torch.cat([torch.stack([A, C]), torch.stack([B, D])], 2),
+    ),
+    "stacked along the second": ({"x.0": A, "x.1": C}, [merged(1)], torch.stack([A, C], 1)),
+    "turned": ({"x.0": A}, [turned(False)], A.T),
+    "turned to fit": ({"x.0": A}, [turned(True)], A.T),
+    "fits as it is": ({"x.0": A}, [turned(True)], A),
+    "a square is turned": ({"x.0": SQUARE}, [turned(False)], SQUARE.T),
+    "a square fits as it is": ({"x.0": SQUARE}, [turned(True)], SQUARE),
+}
+
+
+@pytest.mark.parametrize("what", RULES)
+def test_the_parts_of_a_tensor_lie_where_the_library_puts_them(tmp_path, monkeypatch, what):
+    tensors, operations, expected = RULES[what]
+    expected = torch.stack(expected) if isinstance(expected, tuple) else expected
+    rules = [Rule(["x", "y", "z"], *operations)]
+    found, _ = sources_of(tmp_path, monkeypatch, tensors, rules, expected.shape)
+    assert list(found) == ["t"] and found["t"].shape == expected.shape
+    assert torch.equal(filled(found["t"], tensors), expected)
+
+
+def test_what_no_rule_is_for_keeps_the_name_that_the_library_gives(tmp_path, monkeypatch):
+    tensors = {"x.10": A, "x.2": B, "old.norm.weight": C, "lost.1": D, "old.beside": WIDE}
+    rules = [Rule(["x"], merged(0)), Renaming(), Renaming()]
+    found, asked = sources_of(tmp_path, monkeypatch, tensors, rules, (2, 2, 3))
+    assert sorted(found) == ["lost.1", "norm.weight", "old.beside", "t"]
+    for name, kept in (("norm.weight", C), ("old.beside", WIDE), ("lost.1", D)):
+        assert torch.equal(filled(found[name], tensors), kept)
+    assert torch.equal(filled(found["t"], tensors), torch.stack([B, A]))
+    assert {row[1:] for row in (tuple(map(str, row)) for row in asked)} == {
+        ("2", "1", "model", "['norm.weight', 't']")
+    }
+
+
+def test_a_name_of_the_model_itself_comes_before_one_that_is_renamed(tmp_path, monkeypatch):
+    tensors = {"norm.weight": A, "old.norm.weight": B}
+    found, _ = sources_of(tmp_path, monkeypatch, tensors, [])
+    assert list(found) == ["norm.weight"]
+    assert torch.equal(filled(found["norm.weight"], tensors), A)
+
+
+def test_what_the_library_does_in_a_way_that_is_not_known_is_refused(tmp_path, monkeypatch):
+    tensors = {"x.1": A, "x.2": B, "x.3": C}
+    rules = [Rule(["x"], merged(0), operation("Unheard"))]
+    with pytest.raises(OffloadError) as raised:
+        sources_of(tmp_path, monkeypatch, tensors, rules)
+    assert str(raised.value).startswith(
+        f"'{tmp_path}': transformers makes 't' of 'x.1' and 2 others by MergeModulelist, Unheard, "
+        "which cannot be done while they are read"
+    )
+
+
+def test_without_such_rules_a_file_has_the_names_of_the_model(tmp_path, monkeypatch):
+    found, _ = sources_of(tmp_path, monkeypatch, {"x.1": A}, [Rule(["x"], merged(0))])
+    assert list(found) == ["t"]
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    checkpoint = Checkpoint(tmp_path)
+    assert list(conversion.find_sources(Renamed((2, 3)), checkpoint)) == ["x.1"]
+    checkpoint.close()
+
+
+def test_names_that_older_files_have_are_left_out_where_the_library_does(monkeypatch):
+    model = nn.Module()
+    model.rotary_emb = nn.Module()
+    model.rotary_emb.register_buffer("inv_freq", torch.ones(1))
+    model.register_buffer("position_ids", torch.ones(1))
+    assert conversion.ignored_patterns(model) == []
+    model._keys_to_ignore_on_load_unexpected = ["own"]
+    assert conversion.ignored_patterns(model) == ["own"]
+    library = SimpleNamespace(PreTrainedModel=nn.Module)
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", library)
+    both = ["own", r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+    assert conversion.ignored_patterns(model) == both
+    del model.position_ids
+    assert conversion.ignored_patterns(model) == both[:2]
