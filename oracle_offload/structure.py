@@ -58,6 +58,8 @@ class Structure:
         Where everything goes that is not managed.
     changed : bool
         Whether `settle` has something to do.
+    when_settled : list of callables
+        Called once everything new has been looked at, and lies on the device.
     """
 
     def __init__(self, module: nn.Module, attachment: Attachment) -> None:
@@ -67,6 +69,7 @@ class Structure:
         self.attachment = attachment
         self.device = attachment.state.device
         self.changed = False
+        self.when_settled: list[Callable[[], object]] = []
 
     @property
     def module(self) -> nn.Module | None:
@@ -152,6 +155,8 @@ class Structure:
                 move_residents(module.modules(), self.device, attachment.pieces)
                 other_libraries.bring_together()
                 self._parts = frozenset(id(part) for part in module.modules())
+                for told in self.when_settled:
+                    told()
                 self.changed = is_due
                 attachment.pieces.give_back()
 

@@ -191,7 +191,7 @@ def mark(found: manager.MemoryManager) -> None:
     """Set what AI-Toolkit's code reads on managed modules and their Parameters, then and later."""
     marks = _Marks(found.attachment)
     marks.structure_settled()
-    found.structure.listeners.append(marks)
+    found.structure.when_settled.append(marks.structure_settled)
 
 
 class _Marks:
@@ -199,9 +199,6 @@ class _Marks:
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
-
-    def structure_changed(self) -> None:
-        """Another kind of module, parameter or buffer was registered."""
 
     def structure_settled(self) -> None:
         """Mark the layers that are managed now."""

@@ -91,7 +91,8 @@ class _Group:
         weakref.finalize(original, self._end).atexit = False
 
     def _attach_first(self, module: nn.Module, args: Any) -> None:
-        if module._modules and module in self._names:
+        # A layer that waits attaches by itself, unless an adapter stands before it.
+        if (module._modules or "forward" in module.__dict__) and module in self._names:
             self.attach()
 
     def add(self, module: nn.Module) -> None:
