@@ -238,6 +238,54 @@ def one_fails(rank, size, folder):
     return refused(lambda: oracle_offload.attach(model, "cpu", share="node", **options))
 
 
+def waits(rank, size, folder):
+    """Nobody goes on before all have filled, may be written over, and have been written.
+
+    The last rank comes late each time, once it knows that the first one waits for it.
+    """
+
+    def flag(name):
+        (Path(folder) / f"{name}-{rank}").touch()
+
+    def seen(name, of):
+        return (Path(folder) / f"{name}-{of}").exists()
+
+    def come_late(name, goes_on):
+        flag(name)
+        if rank == size - 1:
+            while not seen(name, 0):
+                time.sleep(0.001)
+            time.sleep(0.2)  # what does not wait has gone on by then; what waits never does
+            assert not seen(goes_on, 0), f"the first rank went on to '{goes_on}' without this one"
+
+    sharing = sys.modules["oracle_offload.sharing"]
+    wait_until_filled, on_all = sharing.Share.wait_until_filled, sharing.on_all
+
+    def filled(self, *args):
+        come_late("filled", "compared")
+        wait_until_filled(self, *args)
+
+    def compared(ranks, what, check):
+        if what == "compared weights":
+            flag("compared")
+        on_all(ranks, what, check)
+
+    sharing.Share.wait_until_filled, sharing.on_all = filled, compared
+    model = Model()
+    manager = attach(model)
+    model(inputs(rank, 0))
+    come_late("entering", "inside")
+    with manager.writing() as mine:
+        flag("inside")
+        if mine:
+            while not seen("inside", size - 1):
+                time.sleep(0.001)
+            time.sleep(0.2)
+            assert not seen("left", size - 1), "a rank left while another writes"
+    flag("left")
+    return "waited"
+
+
 def nothing_frozen(rank, size, folder):
     return refused(lambda: attach(Model().requires_grad_()))
 

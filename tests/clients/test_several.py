@@ -26,7 +26,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STAGES = ("meet", "descriptor", "layout", "filled", "compared weights", "attached", "writing")
 KILLS = [f"killed:{victim}:{stage}" for stage in STAGES for victim in (0, 1)]
 SCENARIOS = [
-    *("bits", "memory", "files", "writes", "saves", "shown", "partly_trained", "nodes@4"),
+    *("bits", "memory", "files", "writes", "saves", "shown", "partly_trained", "nodes@4", "waits"),
     *("nothing_frozen",),
     *("other_files", "other_layout", "other_values", "one_fails", "one_is_late"),
     *("descriptor", "no_group", "no_place", "other_number"),
@@ -84,6 +84,10 @@ def test_weights_from_files_are_read_once_and_shared_compressed_too(two):
 
 def test_one_rank_writes_while_all_wait_and_nobody_else_does(two):
     assert said(two, "writes") == ["done", "done"]
+
+
+def test_no_rank_goes_on_before_all_have_filled_and_let_write(two):
+    assert said(two, "waits") == ["waited", "waited"]
 
 
 def test_what_is_trained_is_each_ranks_own_and_the_rest_is_shared(two):
