@@ -250,6 +250,40 @@ static void test_pages_of_a_file_become_memory_where_they_are(void) {
     CHECK(munmap(memory, PAGES * page) == 0, "unmap");
 }
 
+/* Two buffers over one part of a file are one memory; one that can only be read says what the other
+ * writes, and a system call that would write to it fails. */
+static void test_a_part_of_a_file_is_one_memory_for_all(void) {
+    const size_t page = oo__page_bytes();
+    struct oo_host *one, *other, *none;
+    FILE *file = tmpfile();
+    CHECK(file && ftruncate(fileno(file), (off_t)(4 * page)) == 0, "no file");
+    CHECK(oo_host_create_shared(2 * page - 7, fileno(file), page, &one) == OO_OK &&
+              oo_host_create_shared(2 * page - 7, fileno(file), page, &other) == OO_OK,
+          "%s", oo_error_message());
+    const char text[] = "weights";
+    CHECK(oo_host_fill(one, page - 3, text, sizeof text) == OO_OK, "%s", oo_error_message());
+    CHECK(!memcmp((char *)oo_host_address(other) + page - 3, text, sizeof text), "another memory");
+    char found[sizeof text];
+    CHECK(pread(fileno(file), found, sizeof found, (off_t)(2 * page - 3)) == sizeof found &&
+              !memcmp(found, text, sizeof text),
+          "another part of the file");
+    CHECK(oo_host_protect(other, 0) == OO_OK, "%s", oo_error_message());
+    errno = 0;
+    CHECK(pread(fileno(file), oo_host_address(other), 1, 0) == -1 && errno == EFAULT, "written");
+    ((char *)oo_host_address(one))[0] = 'w';
+    CHECK(*(char *)oo_host_address(other) == 'w', "not seen");
+    CHECK(oo_host_protect(other, 1) == OO_OK &&
+              pread(fileno(file), oo_host_address(other), 1, 0) == 1,
+          "cannot be written again");
+    CHECK(oo_host_create_shared(page, -1, 0, &none) == OO_E_STATE && none == NULL &&
+              strstr(oo_error_message(), "does not map"),
+          "%s", oo_error_message());
+    CHECK(oo_host_create_shared(0, fileno(file), 0, &none) == OO_E_ARGUMENT, "no bytes");
+    CHECK(oo_host_create_shared(page, fileno(file), 1, &none) == OO_E_STATE, "half a page");
+    fclose(file);
+    CHECK(oo_host_destroy(one) == OO_OK && oo_host_destroy(other) == OO_OK, "destroy");
+}
+
 static void test_pages_that_cannot_be_shown_or_had(void) {
     const size_t page = oo__page_bytes();
     char *memory = oo__pages_map(page);
@@ -277,6 +311,7 @@ static const struct check_case cases[] = {
     CASE(test_pages_that_were_written_are_found),
     CASE(test_pages_of_a_file_become_memory_where_they_are),
     CASE(test_pages_that_cannot_be_shown_or_had),
+    CASE(test_a_part_of_a_file_is_one_memory_for_all),
 #endif
 #if defined(CAN_FAIL)
     CASE(test_any_allocation_may_fail),

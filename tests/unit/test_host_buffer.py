@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import random
+import subprocess
+import sys
 from itertools import pairwise
 
-from oracle_offload import _core
+import pytest
+
+from oracle_offload import OffloadError, _core
 
 MIB = 1 << 20
 
@@ -27,3 +33,45 @@ def test_fills_of_any_size_and_order_arrive_whole() -> None:
     whole = _core.HostBuffer(len(source))
     whole.fill(0, address, len(source))
     assert memoryview(whole)[: len(source)] == source
+
+
+shared = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="on Linux alone")
+
+
+@shared
+def test_buffers_over_one_part_of_a_file_are_one_memory() -> None:
+    file = os.memfd_create("of the test", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(file, 3 * mmap.PAGESIZE)
+        one = _core.HostBuffer(100, -1, file, mmap.PAGESIZE)
+        other = _core.HostBuffer(nbytes=100, file=file, begin=mmap.PAGESIZE)
+    finally:
+        os.close(file)  # what is mapped stays
+    memoryview(one)[3] = 7
+    assert memoryview(other)[3] == 7
+    other.protect(False)
+    memoryview(one)[3] = 8
+    assert memoryview(other)[3] == 8
+    other.protect(True)
+    memoryview(other)[3] = 9
+    assert memoryview(one)[3] == 9
+
+
+@shared
+def test_memory_that_is_read_alone_ends_who_writes_it() -> None:
+    code = (
+        "import os\nfrom oracle_offload import _core\n"
+        "file = os.memfd_create('of the test')\nos.ftruncate(file, 4096)\n"
+        "buffer = _core.HostBuffer(4096, file=file)\nbuffer.protect(False)\n"
+        "print(memoryview(buffer)[0], flush=True)\nmemoryview(buffer)[0] = 1\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert ended.returncode == -11 and ended.stdout == b"0\n"
+
+
+@shared
+def test_what_cannot_be_mapped_or_asked_is_an_error() -> None:
+    with pytest.raises(OffloadError, match="does not map"):
+        _core.HostBuffer(100, file=1 << 20)
+    with pytest.raises(ValueError, match="begin"):
+        _core.HostBuffer(100, file=0, begin=-1)
