@@ -248,15 +248,25 @@ def sdxl(size: int) -> Blocks:
     return blocks
 
 
-def llama_70b(tokens: int) -> Blocks:
-    """Llama 70B: 80 blocks with grouped keys."""
-    h, inner, keys, n = 8192.0, 28672.0, 1024.0, float(tokens)
+def _llama(h: float, inner: float, blocks: int, tokens: int) -> Blocks:
+    """Blocks with grouped keys."""
+    keys, n = 1024.0, float(tokens)
     block = [
         *_linear(n, h * h, h * keys),
         Layer(h * keys, n, _attention(n, n, h) / 2),  # causal
         *_linear(n, h * h, h * inner, h * inner, h * inner),
     ]
-    return [list(block) for _ in range(80)]
+    return [list(block) for _ in range(blocks)]
+
+
+def llama_70b(tokens: int) -> Blocks:
+    """Llama 70B: 80 blocks."""
+    return _llama(8192.0, 28672.0, 80, tokens)
+
+
+def llama_8b(tokens: int) -> Blocks:
+    """Llama 3 8B: 32 blocks."""
+    return _llama(4096.0, 14336.0, 32, tokens)
 
 
 def qwen3_30b(tokens: int) -> Blocks:
@@ -299,7 +309,10 @@ MODELS: dict[str, tuple[Callable[[int], Blocks], Sequence[int]]] = {
 }
 
 
-EXTRAS: dict[str, tuple[Callable[[int], Blocks], Sequence[int]]] = {"demo": (demo, (128,))}
+EXTRAS: dict[str, tuple[Callable[[int], Blocks], Sequence[int]]] = {
+    "demo": (demo, (128,)),
+    "llama-8b": (llama_8b, (8192, 32768, 131072)),
+}
 
 
 @dataclass(frozen=True)
