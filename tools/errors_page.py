@@ -247,6 +247,33 @@ NOTES: dict[str, dict[str, str]] = {
             "there already is named."
         ),
     },
+    "Optimizers that step on the device": {
+        "is not a torch.optim.Optimizer": "`stream_optimizer` takes the optimizer itself.",
+        "trains no managed Parameter": (
+            "Attach the model first, then make the optimizer; or nothing of the model is managed, "
+            "and the optimizer steps on the device as it is."
+        ),
+        "trains models on several devices": "Make one optimizer for the model on each device.",
+        "somebody has put another step into this object": (
+            "A wrapper (a library's, or yours) has replaced `optimizer.step`: call "
+            "`stream_optimizer` before it does."
+        ),
+        "its states are paged": "Take the class of bitsandbytes without `Paged` in its name.",
+        "it steps small Parameters otherwise one by one": (
+            "The optimizer computes something of all its Parameters, counts its calls, or draws "
+            "random numbers. It trains as before, on the host."
+        ),
+        "do not stay on the device": "Make the optimizer without this option.",
+        "stepping small Parameters": (
+            "Its step needs a closure, or something else that a step does not get here. It trains "
+            "as before, on the host."
+        ),
+        "has a sparse gradient": "Make the `nn.Embedding` with `sparse=False`.",
+        "it takes no further step": (
+            "A fault lasted while a step was completed that had been interrupted. Some weights are "
+            "stepped and others are not: load the last checkpoint."
+        ),
+    },
     "Sizes": {
         "is not a finite number of bytes": "A computed size came out as infinite or no number.",
         "is not a size; use bytes": 'Write bytes, `"8GiB"`, `"8GB"` or a share such as 0.5.',

@@ -1,0 +1,633 @@
+"""Optimizers that step weights of the host on the device, with states that lie on the host.
+
+`step` brings a few Parameters at a time to the device, with their gradients and states, lets the
+optimizer's own code step them there, and sends Parameters and states home while the next ones come.
+No arithmetic of any optimizer is written here: the bits are those of a model on that device.
+
+A class of optimizers is accepted where a trial shows that it steps Parameters one by one as it does
+together. What is stepped is kept on the device until its copies home are queued, and what is not
+yet stepped is untouched at home: so a step that was interrupted is completed, and steps nothing
+twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..engines import DeviceState, open_states
+from ..errors import OffloadError
+from ..geometry import is_dense, tensor_bytes
+from ..gradients import Gradients
+
+BATCH_BYTES = 256 << 20  # that are on the device at once: of one batch; there are three
+_TRIAL_STEPS = 3
+_TRIAL_TENSORS = 3  # of each group
+_TRIAL_SIDE = 8
+_STEPPER = "_oracle_offload_stepper"
+
+
+def stream_optimizer(optimizer: Any) -> Any:
+    """Let an optimizer step managed weights on the device, with its states on the host.
+
+    ``optimizer.step()`` then brings Parameters, gradients and states to the device group by group
+    and sends Parameters and states home, both at once; hooks, closures, `GradScaler` and schedulers
+    see one step. Its ``state_dict`` is what it was, and loads in plain torch.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        That trains Parameters of an attached model; others among its Parameters are stepped where
+        they are.
+
+    Returns
+    -------
+    torch.optim.Optimizer
+        The same object.
+
+    Raises
+    ------
+    OffloadError
+        It trains no managed Parameter, or is of a class that steps otherwise when it gets its
+        Parameters one by one (LBFGS, SAM, Prodigy, schedule-free), or that draws random numbers;
+        its states are paged, or it was made with ``capturable=True`` or ``differentiable=True``.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256))
+    >>> with oracle_offload.attach(model, "cpu"):
+    ...     optimizer = stream_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
+    ...     model(torch.randn(2, 256)).sum().backward()
+    ...     optimizer.step()
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
+    if _STEPPER in optimizer.__dict__:
+        return optimizer
+    name = type(optimizer).__name__
+    homes = _homes()
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    states = {id(homes[id(p)].state): homes[id(p)].state for p in own if id(p) in homes}
+    if not states:
+        raise OffloadError(
+            f"{name} trains no managed Parameter: attach the model first, and give the optimizer "
+            "its Parameters."
+        )
+    if len(states) > 1:
+        raise OffloadError(f"{name} trains models on several devices; use an optimizer for each.")
+    (state,) = states.values()
+    _refuse_by_name(optimizer)
+    _try(optimizer, state.device, {id(p) for p in own if id(p) in homes})
+    patched = optimizer.__dict__.pop("step", None)  # a scheduler's, which counts calls
+    optimizer.__dict__[_STEPPER] = _Stepper(state)
+    optimizer.__class__ = _streamed(type(optimizer))
+    if patched is not None:
+        optimizer.step = types.MethodType(_counted_step, optimizer)
+    return optimizer
+
+
+def _counted_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Step, and let schedulers know: they patch a step so that exists before they do."""
+    optimizer._opt_called = True
+    return type(optimizer).step(optimizer, *args, **kwargs)
+
+
+_counted_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+@dataclass
+class _Home:
+    """Where a managed Parameter belongs."""
+
+    state: DeviceState
+    gradients: Gradients
+
+
+def _homes() -> dict[int, _Home]:
+    """Return where each managed Parameter belongs, by its `id`."""
+    found: dict[int, _Home] = {}
+    for state in open_states():
+        for attachment in state.listeners:
+            for layer in getattr(attachment, "layers", ()):
+                if layer.on_device:
+                    continue
+                home = _Home(state, layer.attachment.gradients)
+                found.update((id(master), home) for master in layer.masters.present)
+    return found
+
+
+def _refuse_by_name(optimizer: Any) -> None:
+    name = type(optimizer).__name__
+    patched = optimizer.__dict__.get("step")
+    if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
+        raise OffloadError(
+            f"{name} cannot be streamed: somebody has put another step into this object. Stream "
+            "the optimizer first."
+        )
+    if getattr(optimizer, "is_paged", False):
+        raise OffloadError(
+            f"{name} cannot be streamed: its states are paged, so that the system moves them. Use "
+            "the class without 'Paged': its states will lie on the host all the same."
+        )
+    for group in optimizer.param_groups:
+        for option in ("capturable", "differentiable"):
+            if group.get(option):
+                raise OffloadError(
+                    f"{name}({option}=True) cannot be streamed: its Parameters and states do not "
+                    "stay on the device. Leave the option out."
+                )
+
+
+# ---- the class ----
+
+
+@functools.cache
+def _streamed(kind: Any) -> Any:
+    """Return a class of optimizers that steps as `kind`, group by group."""
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all Parameters; see `stream_optimizer`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.__dict__[_STEPPER].step(self)
+        return loss
+
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        """Load what a `state_dict` returned, into the memory that the states have."""
+        before = dict(self.state)
+        super(made, self).load_state_dict(state_dict)
+        _fill(before, self.state)
+
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True  # torch wraps no step twice
+    members = {
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "step": hooked,
+        "load_state_dict": load_state_dict,
+    }
+    made = type(kind.__name__, (kind,), members)
+    return made
+
+
+def _own_step(kind: Any) -> Callable[..., Any]:
+    """Return what a class of optimizers runs as a step, without the hooks around it."""
+    step = kind.step
+    return cast("Callable[..., Any]", step.__wrapped__ if getattr(step, "hooked", False) else step)
+
+
+def _fill(before: dict[Any, Any], now: dict[Any, Any]) -> None:
+    """Put what was loaded into the tensors that were there, where those are alike."""
+    for parameter, loaded in now.items():
+        former = before.get(parameter)
+        if not isinstance(former, dict) or not isinstance(loaded, dict):
+            continue
+        for name, value in loaded.items():
+            there = former.get(name)
+            if _is_plain(value) and _is_plain(there) and _are_alike(value, there):
+                if value.data_ptr() != there.data_ptr():
+                    with torch.no_grad():
+                        there.copy_(value)
+                loaded[name] = there
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is Tensor and value.layout is torch.strided and is_dense(value)
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype is other.dtype and one.device == other.device
+
+
+# ---- a part of the optimizer ----
+
+
+def _part_of(optimizer: Any, kind: Any, groups: list[dict[str, Any]], state: Any) -> Any:
+    """Return an optimizer that has everything of `optimizer` but its Parameters and states."""
+    part = object.__new__(kind)
+    part.__dict__.update(optimizer.__dict__)
+    part.__dict__.pop(_STEPPER, None)
+    part.param_groups, part.state = groups, state
+    return part
+
+
+def _groups_with(
+    optimizer: Any, stands_for: dict[int, Tensor], nothing: Tensor
+) -> list[dict[str, Any]]:
+    """Return the groups with other Parameters at the same places; `nothing` has no gradient."""
+    return [
+        {**group, "params": [stands_for.get(id(p), nothing) for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+# ---- the trial ----
+
+
+def _try(optimizer: Any, device: torch.device, managed: set[int]) -> None:
+    """Refuse a class that steps Parameters otherwise together than one by one."""
+    kind = type(optimizer)
+    groups: list[list[Tensor]] = []
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def small(like: Tensor) -> Tensor:
+        shape = [min(side, _TRIAL_SIDE) for side in like.shape]
+        made = torch.randn(shape, generator=generator, device="cpu").to(like.dtype)
+        return made.to(device, copy=True)
+
+    for group in optimizer.param_groups:
+        trained = [p for p in group["params"] if p.requires_grad and p.is_floating_point()]
+        chosen = [p for p in trained if id(p) in managed] or trained
+        groups.append([small(p) for p in chosen[:_TRIAL_TENSORS]])
+    if sum(map(len, groups)) == 1:  # one Parameter is stepped alone in any case
+        (alone,) = (group for group in groups if group)
+        alone.append(alone[0].clone())
+    steps = [[[small(tensor) for tensor in group] for group in groups] for _ in range(_TRIAL_STEPS)]
+    found = []
+    for together in (True, False):
+        with torch.random.fork_rng(devices=[]):
+            try:
+                found.append(_trial(optimizer, kind, groups, steps, together))
+            except Exception as error:
+                raise OffloadError(
+                    f"{kind.__name__} cannot be streamed: stepping small Parameters "
+                    f"{'together' if together else 'one by one'} without a closure raised "
+                    f"{type(error).__name__}: {error}. Its states are on the host and its step "
+                    "runs there, as without stream_optimizer."
+                ) from error
+    if not _same(*found):
+        raise OffloadError(
+            f"{kind.__name__} cannot be streamed: it steps small Parameters otherwise one by one "
+            "than together, so that what it computes for one depends on others or on how often it "
+            "is called. Its step runs on the host, as without stream_optimizer."
+        )
+
+
+def _trial(
+    optimizer: Any, kind: Any, groups: Any, gradients: Any, together: bool
+) -> tuple[Any, Any, Any]:
+    """Return Parameters, states and options after a few steps."""
+    own = [[nn.Parameter(tensor.clone()) for tensor in group] for group in groups]
+    options = [
+        {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    for group, parameters in zip(options, own, strict=True):
+        group["params"] = parameters
+    part = _part_of(optimizer, kind, options, defaultdict(dict))
+    step = _own_step(kind)
+    flat = [parameter for group in own for parameter in group]
+    for of_step in gradients:
+        of_all = [gradient for group in of_step for gradient in group]
+        for now in [range(len(flat))] if together else [[n] for n in range(len(flat))]:
+            for n, parameter in enumerate(flat):
+                parameter.grad = of_all[n].clone() if n in now else None
+            step(part)
+    kept = [{key: value for key, value in group.items() if key != "params"} for group in options]
+    return [p.detach() for p in flat], [part.state.get(p) for p in flat], kept
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal to the last bit."""
+    if isinstance(one, Tensor):
+        if type(one) is not type(other) or one.shape != other.shape or one.dtype is not other.dtype:
+            return False
+        if hasattr(one, "__tensor_flatten__"):
+            return all(
+                _same(getattr(one, n), getattr(other, n)) for n in one.__tensor_flatten__()[0]
+            )
+        return one.device == other.device and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+# ---- a step ----
+
+
+_Row = tuple[Tensor, Tensor, "dict[str, Any] | None"]  # Parameter, what stands for it, its state
+
+
+@dataclass
+class _Batch:
+    """Parameters that are stepped together.
+
+    Attributes
+    ----------
+    brought : list
+        What stands for them on the device, while they are about to be stepped; all of them where
+        `is_brought`.
+    tickets : list
+        Of the copies there, and what they write to, which lives as long.
+    stepped : list or None
+        The same once they are stepped; None before. From then on only copies home are to be made.
+    is_home : bool
+        Whether those are queued.
+    """
+
+    parameters: list[Tensor]
+    brought: list[_Row] = field(default_factory=list)
+    is_brought: bool = False
+    tickets: list[tuple[int, Tensor]] = field(default_factory=list)
+    stepped: list[_Row] | None = None
+    is_home: bool = False
+
+
+class _Stepper:
+    """Steps the Parameters of one optimizer, batch by batch."""
+
+    def __init__(self, state: DeviceState) -> None:
+        self.state = state
+        self.unfinished = ""  # why no step can begin
+        with torch.inference_mode(False):
+            self._nothing = nn.Parameter(torch.empty(0, device=state.device))
+        self._homes: dict[int, _Home] = {}
+        # Copies home that are queued, and what they read, until the stream waits for them.
+        self._open: list[tuple[int, Tensor | None]] = []
+        self._joined = 0  # of those
+        self._is_home = False  # all of them have arrived
+        self._counters: dict[int, set[str]] = {}  # names of states that are numbers of the host
+        self._fused: set[int] = set()  # whose numbers are on the device
+
+    @torch.no_grad()
+    def step(self, optimizer: Any) -> None:
+        """Step every Parameter that has a gradient, once."""
+        if self.unfinished:
+            raise OffloadError(self.unfinished)
+        self._homes = _homes()
+        batches = list(self._batches(optimizer))
+        self.unfinished = (
+            f"a step of {type(optimizer).__name__} was broken off: some of its Parameters are "
+            "stepped and some are not, and it takes no further step. Load a checkpoint into the "
+            "model, make a new optimizer, and load its states."
+        )
+        try:
+            self._run(optimizer, batches)
+        except BaseException:
+            if any(batch.stepped is not None for batch in batches):
+                self._run(optimizer, batches)  # what is left of the call
+            else:  # nothing has changed
+                for batch in batches:
+                    self._let_go(batch)
+            self.unfinished = ""
+            raise
+        self.unfinished = ""
+
+    def _batches(self, optimizer: Any) -> Iterator[_Batch]:
+        """Yield what to step in turn, in the order of the groups."""
+        batch, nbytes = _Batch([]), 0
+        self._fused.clear()
+        for group in optimizer.param_groups:
+            if group.get("fused"):
+                self._fused.update(map(id, group["params"]))
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if gradient.layout is not torch.strided:
+                    raise OffloadError(
+                        f"{type(optimizer).__name__} cannot be streamed: a Parameter of shape "
+                        f"{tuple(parameter.shape)} has a sparse gradient. Make the layer with "
+                        "sparse=False."
+                    )
+                size = 2 * tensor_bytes(parameter) + sum(
+                    tensor_bytes(value)
+                    for value in optimizer.state.get(parameter, {}).values()
+                    if _is_plain(value)
+                )
+                if batch.parameters and nbytes + size > BATCH_BYTES:
+                    yield batch
+                    batch, nbytes = _Batch([]), 0
+                batch.parameters.append(parameter)
+                nbytes += size
+        if batch.parameters:
+            yield batch
+
+    def _run(self, optimizer: Any, batches: list[_Batch]) -> None:
+        """Do what is left to do of a step; may be called again after it raised."""
+        left = [batch for batch in batches if not batch.is_home]
+        for batch, following in itertools.zip_longest(left, left[1:]):
+            if batch.stepped is None:
+                self._bring(optimizer, batch)
+                if following is not None and following.stepped is None:
+                    self._bring(optimizer, following)  # comes while this one is stepped
+                self._compute(optimizer, batch)
+            self._send_home(optimizer, batch)
+            batch.is_home = True
+            batch.stepped = []
+        self._arrive()
+        for batch in batches:
+            torch.autograd.graph.increment_version(batch.parameters)
+
+    # ---- to the device ----
+
+    def _bring(self, optimizer: Any, batch: _Batch) -> None:
+        if batch.is_brought:
+            return
+        self._let_go(batch)
+        for parameter in batch.parameters:
+            there = nn.Parameter(
+                self._there(parameter.detach(), batch), requires_grad=parameter.requires_grad
+            )
+            there.grad = self._there(cast("Tensor", parameter.grad).detach(), batch)
+            known = optimizer.state.get(parameter)
+            if known is not None:
+                known = {
+                    name: value.clone()
+                    if self._is_counter(parameter, name, value)
+                    else self._state_there(value, batch)
+                    for name, value in known.items()
+                }
+            batch.brought.append((parameter, there, known))
+        batch.is_brought = True
+
+    def _is_counter(self, parameter: Tensor, name: str, value: Any) -> bool:
+        """Whether a state is a number that the optimizer has on the host."""
+        if not (_is_plain(value) and value.dim() == 0 and value.device.type == "cpu"):
+            return False
+        known = self._counters.get(id(parameter))
+        return id(parameter) not in self._fused if known is None else name in known
+
+    def _let_go(self, batch: _Batch) -> None:
+        """Forget what was brought; its memory is free in the order of the stream."""
+        batch.is_brought = False
+        while batch.tickets:
+            self._end(batch.tickets[-1][0])
+            batch.tickets.pop()
+        batch.brought.clear()
+
+    def _state_there(self, value: Any, batch: _Batch) -> Any:
+        if isinstance(value, Tensor):
+            if not _is_plain(value):
+                return value.to(self.state.device, copy=True)
+            return self._there(value, batch)
+        if isinstance(value, dict):
+            return {k: self._state_there(v, batch) for k, v in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._state_there(v, batch) for v in value)
+        return copy.copy(value)
+
+    def _there(self, host: Tensor, batch: _Batch) -> Tensor:
+        """Return a copy on the device, which may be on its way there."""
+        state = self.state
+        nbytes = tensor_bytes(host)
+        if not is_dense(host):
+            host = host.contiguous()
+        there = torch.empty_strided(
+            host.size(), host.stride(), dtype=host.dtype, device=state.device
+        )
+        if nbytes and self._is_locked(host):
+            stream = state.stream()
+            state.time.flush(stream)
+            trip_in, addresses = state.engine.trip_in, (there.data_ptr(), host.data_ptr())
+            batch.tickets.append((trip_in(*addresses, nbytes, stream), there))
+        else:
+            there.copy_(host)
+        return there
+
+    # ---- on the device ----
+
+    def _compute(self, optimizer: Any, batch: _Batch) -> None:
+        state, stream = self.state, self.state.stream()
+        brought = batch.brought
+        for ticket, _ in batch.tickets:
+            state.engine.trip_join(ticket, stream)
+        kind = type(optimizer).__mro__[1]
+        stands_for = {id(parameter): there for parameter, there, _ in brought}
+        states: Any = defaultdict(dict)
+        states.update({there: known for _, there, known in brought if known is not None})
+        groups = _groups_with(optimizer, stands_for, self._nothing)
+        batch.is_brought = False  # what is brought may be stepped from here on, or half of it
+        _own_step(kind)(_part_of(optimizer, kind, groups, states))
+        if state.simulated:
+            moved = sum(3 * tensor_bytes(there) for _, there, _ in brought)
+            moved += sum(2 * tensor_bytes(v) for s in states.values() for v in _tensors_of(s))
+            dtype = brought[0][1].dtype
+            state.time.pending_kernel_s += state.time.kernel_seconds(0.0, moved, dtype)
+            state.time.flush(stream)
+        for parameter, there, _ in brought:
+            self._counters[id(parameter)] = {
+                name
+                for name, value in states.get(there, {}).items()
+                if _is_plain(value) and value.dim() == 0 and value.device.type == "cpu"
+            }
+        batch.stepped = [(parameter, there, states.get(there)) for parameter, there, _ in brought]
+
+    # ---- home ----
+
+    def _send_home(self, optimizer: Any, batch: _Batch) -> None:
+        before = len(self._open)
+        for parameter, there, known in batch.stepped or ():
+            home = self._homes.get(id(parameter))
+            if home is None:
+                parameter.detach().copy_(there.detach())
+            else:
+                self._send(there.detach(), parameter.detach())
+            if known is None:
+                continue
+            state = optimizer.state[parameter]
+            for name in [name for name in state if name not in known]:
+                del state[name]
+            for name, value in known.items():
+                state[name] = self._state_home(value, state.get(name), home)
+        self._let_go(batch)
+        while self._joined < before:  # the next ones that come take the memory of those before
+            ticket, _ = self._open[self._joined]
+            self.state.engine.trip_join(ticket, self.state.stream())
+            self._open[self._joined] = ticket, None
+            self._joined += 1
+
+    def _state_home(self, value: Any, former: Any, home: _Home | None) -> Any:
+        """Return what the state is at home; its bytes are on their way there."""
+        if isinstance(value, Tensor):
+            if home is None:  # of a Parameter that stays on the device
+                return value
+            if not _is_plain(value):
+                return value.to("cpu")
+            is_there = _is_plain(former) and former.device.type == "cpu"
+            if value.dim() == 0 and value.device.type == "cpu":
+                if not (is_there and _are_alike(former, value)):
+                    return value
+                former.copy_(value)
+                return former
+            is_there = (
+                is_there
+                and former.shape == value.shape
+                and former.dtype is value.dtype
+                and former.stride() == value.stride()
+            )
+            if not (is_there and self._is_locked(former)):
+                locked = home.gradients.locked_like(value) if value.numel() else None
+                if locked is not None:
+                    former = locked
+                elif not is_there:
+                    former = torch.empty_strided(
+                        value.size(), value.stride(), dtype=value.dtype, device="cpu"
+                    )
+            self._send(value, former)
+            return former
+        if isinstance(value, dict):
+            before = former if isinstance(former, dict) else {}
+            return {k: self._state_home(v, before.get(k), home) for k, v in value.items()}
+        if type(value) in (list, tuple):
+            alike = isinstance(former, list | tuple) and len(former) == len(value)
+            pairs = zip(value, former if alike else [None] * len(value), strict=True)
+            return type(value)(self._state_home(v, before, home) for v, before in pairs)
+        return value
+
+    def _send(self, there: Tensor, host: Tensor) -> None:
+        """Let the bytes of a tensor go to where it is at home."""
+        state, nbytes = self.state, tensor_bytes(there)
+        if not nbytes:
+            return
+        stream = state.stream()
+        state.time.flush(stream)
+        if there.stride() != host.stride():
+            host.copy_(there)
+        elif self._is_locked(host):
+            trip_home, addresses = state.engine.trip_home, (host.data_ptr(), there.data_ptr())
+            self._open.append((trip_home(*addresses, nbytes, stream), there))
+        else:
+            state.engine.download(host.data_ptr(), there.data_ptr(), nbytes, stream)
+
+    def _is_locked(self, host: Tensor) -> bool:
+        return self.state.engine.is_locked(host.data_ptr(), tensor_bytes(host))
+
+    def _arrive(self) -> None:
+        """Wait until everything is home: code may read it next."""
+        if self._open and not self._is_home:
+            self.state.engine.trip_await(self._open[-1][0])
+            self._is_home = True
+        while self._open:
+            self._end(self._open[-1][0])
+            self._open.pop()
+        self._joined = 0
+        self._is_home = False
+
+    def _end(self, ticket: int) -> None:
+        with contextlib.suppress(OffloadError):  # an interrupt came between this and what follows
+            self.state.engine.trip_end(ticket)
+
+
+def _tensors_of(values: Any) -> Iterable[Tensor]:
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict | list | tuple):
+            yield from _tensors_of(value)

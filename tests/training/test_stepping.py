@@ -1,0 +1,361 @@
+"""Optimizers that are streamed: the bits of the resident model, and one step to who looks on."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+
+import pytest
+import torch
+from equality import assert_same, attached, is_simulated
+from test_late_gradients import Tied
+from torch import nn
+from torch.utils._pytree import tree_map
+
+import oracle_offload
+from oracle_offload import OffloadError
+from oracle_offload.train import stepping, stream_optimizer
+
+WEIGHTS = 3  # of `Tied`, without biases
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    """A weight and its bias at a time."""
+    monkeypatch.setattr(stepping, "BATCH_BYTES", 12000)
+
+
+class Net(Tied):
+    """With something that stays on the device."""
+
+    def __init__(self, reentrant=None):
+        super().__init__(reentrant)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw loop": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False, amsgrad=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.01),
+    "groups": lambda p: torch.optim.AdamW(
+        [{"params": p[:3]}, {"params": p[3:], "lr": 0.1, "weight_decay": 0.0}], lr=0.01
+    ),
+}
+
+
+def build(device, make, reentrant=None):
+    managed = Net(reentrant)
+    return managed, copy.deepcopy(managed).to(device), make
+
+
+def cloned(state):
+    """A copy of a state dict: the tests' own device type has no copies of storages."""
+    return tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, state)
+
+
+def backward(model, number, device):
+    torch.manual_seed(number)
+    loss = model(torch.randn(4, 32).to(device).requires_grad_()).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def assert_alike(models, optimizers):
+    one, other = ({n: p.detach().cpu() for n, p in m.named_parameters()} for m in models)
+    assert_same(one, other, "parameters")
+    one, other = (optimizer.state_dict() for optimizer in optimizers)
+    assert list(one["state"]) == list(other["state"])
+    assert one["param_groups"] == other["param_groups"]
+    for key, state in other["state"].items():
+        assert list(one["state"][key]) == list(state)
+        assert_same(one["state"][key], state, f"state of {key}")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_have_the_resident_bits(device, name):
+    if "fused" in name and device == "simgpu":
+        pytest.skip("torch has no fused kernels for this type of device")
+    managed, resident, make = build(device, OPTIMIZERS[name], reentrant=name == "groups" or None)
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 4
+        models = managed, resident
+        optimizers = [make(list(model.parameters())) for model in models]
+        assert stream_optimizer(optimizers[0]) is optimizers[0]
+        assert isinstance(optimizers[0], type(optimizers[1]))
+        for number in range(4):
+            losses = [backward(model, number, device) for model in models]
+            assert_same(*losses)
+            before = manager.state.engine.stats()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            after = manager.state.engine.stats()
+            assert after["host_waits"] - before["host_waits"] == 1
+            assert after["returned_bytes"] - before["returned_bytes"] >= 2 * 4 * WEIGHTS * 32**2
+            assert after["d2h_bytes"] - before["d2h_bytes"] >= 4 * WEIGHTS * 32**2
+            assert_alike(models, optimizers)
+        at = managed.first.weight.data_ptr()
+        assert manager.state.engine.is_locked(at, 4 * 32**2)
+        for value in optimizers[0].state[managed.first.weight].values():
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                assert manager.state.engine.is_locked(value.data_ptr(), 4 * value.numel())
+
+
+def test_all_that_trainers_do_around_a_step(device):
+    """Accumulation, clipping, a scheduler from before, hooks, a closure, an average, a scaler."""
+    managed, resident, _ = build(device, None, reentrant=False)
+    with attached(managed, device):
+        models, seen, averages = (managed, resident), ([], []), []
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+        schedulers = [torch.optim.lr_scheduler.LinearLR(one, 0.1, 1.0, 3) for one in optimizers]
+        stream_optimizer(optimizers[0])
+        scalers = [
+            torch.amp.GradScaler(torch.device(device).type, init_scale=4.0, growth_interval=2)
+            for _ in models
+        ]
+        for optimizer, notes in zip(optimizers, seen, strict=True):
+            optimizer.register_step_post_hook(lambda *_, notes=notes: notes.append("after"))
+            optimizer.register_step_pre_hook(lambda *_, notes=notes: notes.append("before"))
+        averages = [cloned(model.state_dict()) for model in models]
+        for number in range(4):
+            for model, optimizer, scheduler, scaler, average in zip(
+                models, optimizers, schedulers, scalers, averages, strict=True
+            ):
+                for part in range(2):
+                    torch.manual_seed(10 * number + part)
+                    loss = model(torch.randn(4, 32).to(device)).square().mean()
+                    scaler.scale(loss).backward()
+                if number == 1:
+                    model.body[0].weight.grad[0, 0] = float("inf")
+                scaler.unscale_(optimizer)
+                if is_simulated(device):  # a card sums norms in another order than the host
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    for key, value in model.state_dict().items():
+                        average[key].lerp_(value.to(average[key].device), 0.1)
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+            assert_alike(models, optimizers)
+        assert seen[0] == seen[1] == 3 * ["before", "after"]
+        assert_same({k: v.cpu() for k, v in averages[0].items()}, averages[1])
+        losses = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+
+            def closure(model=model):
+                return backward(model, 9, device)
+
+            losses.append(optimizer.step(closure))
+        assert_same(*losses)
+        assert_alike(models, optimizers)
+
+
+def test_states_load_in_plain_torch_and_back_in_place(device):
+    managed, resident, make = build(device, OPTIMIZERS["adamw"])
+    with attached(managed, device) as manager:
+        models = managed, resident
+        optimizers = [make(model.parameters()) for model in models]
+        stream_optimizer(optimizers[0])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, 0, device)
+            optimizer.step()
+        plain = make(resident.parameters())
+        plain.load_state_dict(cloned(optimizers[0].state_dict()))
+        assert_same(plain.state_dict()["state"], optimizers[1].state_dict()["state"])
+        kept = cloned(optimizers[0].state_dict())
+        where = optimizers[0].state[managed.first.weight]["exp_avg"].data_ptr()
+        weights = cloned(managed.state_dict())
+        backward(managed, 1, device)
+        optimizers[0].step()
+        managed.load_state_dict(weights)
+        optimizers[0].load_state_dict(kept)
+        assert optimizers[0].state[managed.first.weight]["exp_avg"].data_ptr() == where
+        assert_alike(models, optimizers)
+        assert manager.state.engine.is_locked(where, 4 * 32**2)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(model, 2, device)
+            optimizer.step()
+        assert_alike(models, optimizers)
+        torch.save(optimizers[0].state_dict(), io.BytesIO())
+
+
+def test_a_checkpoint_holds_them_and_the_run_goes_on_alike(device, tmp_path):
+    managed, resident, make = build(device, OPTIMIZERS["adamw"])
+    with attached(managed, device) as manager:
+        models = managed, resident
+        optimizers = [make(model.parameters()) for model in models]
+        stream_optimizer(optimizers[0])
+        backward(managed, 0, device)
+        optimizers[0].step()
+        oracle_offload.Checkpoint(tmp_path / "a", managed, optimizer=optimizers[0]).save(1)
+        fresh = stream_optimizer(make(managed.parameters()))
+        backward(managed, 1, device)
+        fresh.step()
+        managed.zero_grad()
+        mine = oracle_offload.Checkpoint(tmp_path / "a", managed, optimizer=fresh)
+        theirs = oracle_offload.Checkpoint(tmp_path / "a", resident, optimizer=optimizers[1])
+        assert mine.load() == theirs.load() == 1
+        assert_alike(models, (fresh, optimizers[1]))
+        newest = stream_optimizer(make(managed.parameters()))
+        oracle_offload.Checkpoint(tmp_path / "a", managed, optimizer=newest).load()
+        for model, optimizer in ((managed, newest), (resident, optimizers[1])):
+            backward(model, 2, device)
+            optimizer.step()
+        assert_alike(models, (newest, optimizers[1]))
+        first = newest.state[managed.first.weight]["exp_avg"]
+        assert manager.state.engine.is_locked(first.data_ptr(), 4 * 32**2)
+
+
+def test_states_that_a_step_on_the_host_has_made_are_taken_along(device):
+    managed, resident, make = build(device, OPTIMIZERS["momentum"])
+    with attached(managed, device):
+        models = managed, resident
+        optimizers = [make(model.parameters()) for model in models]
+        for number in range(3):
+            for model in models:
+                backward(model, number, device)
+            if number == 1:
+                stream_optimizer(optimizers[0])
+            if number or is_simulated(device):
+                for optimizer in optimizers:
+                    optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        assert_alike(models, optimizers)
+
+
+class Interrupts:
+    """Raises at the n-th line of `stepping` that runs."""
+
+    def __init__(self, nth):
+        self.left = nth
+
+    def __call__(self, frame, event, argument):
+        if frame.f_code.co_filename != stepping.__file__:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def test_an_interrupt_at_any_line_steps_nothing_twice(device):
+    """The call is completed, or nothing was stepped yet, or no further step is taken."""
+    managed, resident, make = build(device, OPTIMIZERS["adamw foreach"])
+    with attached(managed, device) as manager:
+        ours, theirs = make(managed.parameters()), make(resident.parameters())
+        stream_optimizer(ours)
+        for model in (managed, resident):
+            backward(model, 0, device)
+        ours.step()
+        theirs.step()
+        before = [cloned(managed.state_dict()), cloned(ours.state_dict())]
+        theirs.step()
+        after = {name: p.detach().cpu() for name, p in resident.named_parameters()}
+        ends = {"completed": 0, "untouched": 0, "refused": 0}
+        nth, finished = 1, False
+        while not finished:
+            with torch.no_grad():  # loading may make Parameters of others, without gradients
+                for key, value in managed.state_dict().items():
+                    value.copy_(before[0][key])
+            ours.load_state_dict(cloned(before[1]))
+            sys.settrace(Interrupts(nth))
+            try:
+                ours.step()
+                finished = True
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            nth += 31 if device == "cpu" else 97
+            stepper = ours.__dict__[stepping._STEPPER]
+            now = {name: p.detach().cpu() for name, p in managed.named_parameters()}
+            if stepper.unfinished:
+                with pytest.raises(OffloadError, match="it takes no further step"):
+                    ours.step()
+                stepper.unfinished = ""
+                ends["refused"] += 1
+            elif all(torch.equal(now[key], after[key]) for key in now):
+                assert float(ours.state[managed.first.weight]["step"]) == 2
+                ends["completed"] += 1
+            else:
+                assert_same(now, {key: before[0][key].cpu() for key in now})
+                ends["untouched"] += 1
+        assert ends["completed"] > 5 and ends["untouched"] > 0, ends
+        assert nth > 1000
+        manager.state.engine.settle()
+
+
+class Prodigal(torch.optim.SGD):
+    """What it does for one Parameter depends on the others."""
+
+    def step(self, closure=None):
+        norm = sum(
+            p.grad.square().sum()
+            for g in self.param_groups
+            for p in g["params"]
+            if p.grad is not None
+        )
+        for group in self.param_groups:
+            group["lr"] = float(1 / (1 + norm))
+        return super().step(closure)
+
+
+def test_what_cannot_be_streamed_is_refused_by_name(device):
+    managed = Net()
+    with attached(managed, device):
+        own = list(managed.parameters())
+        for make, why in (
+            (torch.optim.LBFGS, "LBFGS cannot be streamed: .* closure"),
+            (lambda p: Prodigal(p, lr=0.1), "Prodigal cannot be streamed: it steps small"),
+            (
+                lambda p: torch.optim.AdamW(p, capturable=True),
+                r"AdamW\(capturable=True\) cannot be streamed",
+            ),
+            (
+                lambda p: torch.optim.SGD([p[-1]], lr=0.1),
+                "SGD trains no managed Parameter",
+            ),
+        ):
+            optimizer = make(own)
+            with pytest.raises(OffloadError, match=why):
+                stream_optimizer(optimizer)
+            assert type(optimizer).step is not stepping.Optimizer.step
+            assert stepping._STEPPER not in optimizer.__dict__
+        optimizer = torch.optim.SGD(own, lr=0.1)
+        optimizer.is_paged = True
+        with pytest.raises(OffloadError, match="its states are paged"):
+            stream_optimizer(optimizer)
+        optimizer = torch.optim.SGD(own, lr=0.1)
+        optimizer.step = lambda: None
+        with pytest.raises(OffloadError, match="another step into this object"):
+            stream_optimizer(optimizer)
+    with pytest.raises(TypeError, match=r"object is not a torch\.optim\.Optimizer"):
+        stream_optimizer(object())
+
+
+def test_a_sparse_gradient_is_refused_and_nothing_is_stepped(device):
+    if device == "simgpu":
+        pytest.skip("torch has no sparse tensors for this type of device")
+    managed = nn.Sequential(nn.Embedding(64, 32, sparse=True), nn.Linear(32, 32))
+    with attached(managed, device):
+        optimizer = stream_optimizer(torch.optim.SGD(managed.parameters(), lr=0.1))
+        before = cloned(managed.state_dict())
+        managed(torch.arange(4, device=device)).sum().backward()
+        with pytest.raises(OffloadError, match="has a sparse gradient"):
+            optimizer.step()
+        assert_same(managed.state_dict(), before)
