@@ -475,8 +475,10 @@ def _writes_to(tensor: Tensor) -> int:
 class _Note:
     """Which bytes of a leaf's tensors autograd has saved: all that is kept of them."""
 
-    __slots__ = ("at", "dtype", "layer", "masters", "name", "shape", "stride", "version", "writes")
-    __slots__ += ("__weakref__",)
+    __slots__ = (
+        *("at", "dtype", "layer", "masters", "name", "shape", "stride", "version", "writes"),
+        "__weakref__",
+    )
 
     def __init__(self, layer: AnyLayer, tensor: Tensor, at: int) -> None:
         self.layer = layer

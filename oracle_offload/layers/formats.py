@@ -1,7 +1,8 @@
 """Quantised weights that are known: by whose classes they are recognised, and what they need.
 
 A format is recognised by the names of its classes, so that none of the libraries is imported here.
-What is not known stays resident: a library's code may keep or rewrite tensors where nobody sees it.
+A weight of any other class of tensors that are made of others, and say of what, streams as well.
+What else is not known stays resident: its code may keep or rewrite tensors where nobody sees it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ def format_of(module: nn.Module) -> Format | None:
         found = known(module, weight)
         if found is not None:
             return found
-    return None
+    # torch's own are no weights of a library's (DTensor lies on several cards), and what the rows
+    # above say no to stays resident.
+    is_left = class_name(type(weight)).startswith(("torch.", "torchao.", "optimum.quanto."))
+    return _MADE_OF_TENSORS if is_wrapper(weight) and not is_left else None
 
 
 def held_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -190,6 +194,8 @@ _TORCHAO_DYNAMIC = Format("torchao, dynamic activations", reads_input=True)
 _FP8 = Format("FP8Linear")
 _NVFP4 = Format("NVFP4Linear", reads_input=True)
 _COMFY = Format("weight, weight_scale and comfy_quant", reads_input=True)
+# A tensor that is made of others says of what: handles stand in their places, whoever wrote it.
+_MADE_OF_TENSORS = Format("a class of tensors that are made of others", reads_input=True)
 _FORMATS: tuple[Callable[[Any, Tensor], Format | None], ...] = (
     _bitsandbytes_8bit,
     _bitsandbytes_4bit,

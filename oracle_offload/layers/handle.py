@@ -51,6 +51,7 @@ _NOT_PUT_OFF = {
 }
 _STATE = "_oracle_offload_handle"  # a library's class may have attributes of any other name
 _graph_task = torch._C._current_graph_task_id
+_grad: Any = Tensor.grad
 _throws: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 _wraps: Callable[..., Any] = Tensor._make_wrapper_subclass
 
@@ -226,12 +227,12 @@ class Handle(Tensor):
     def grad(self) -> Tensor | None:
         """The master's, for a weight that was read."""
         master = _state(self).master()
-        return Tensor.grad.__get__(self) if master is None else master.grad  # type: ignore[attr-defined]
+        return cast("Tensor | None", _grad.__get__(self)) if master is None else master.grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         master = _state(self).master()
-        Tensor.grad.__set__(self if master is None else master, value)  # type: ignore[attr-defined]
+        _grad.__set__(self if master is None else master, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._want("a copy")
@@ -299,7 +300,7 @@ def _versions_of(layer: Borrower) -> list[int]:
 
 def _handle_at(layer: Borrower, place: int, versions: list[int], is_read: bool = False) -> Handle:
     masters = layer.masters
-    dtype, shape, stride = masters.layout[place]
+    dtype, shape, stride = cast("Any", masters.layout[place])
     with torch.inference_mode(False):
         like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         value = _Value(frozenset({place}))
@@ -746,8 +747,9 @@ class Readable(Borrower):
         if not self.masters.are(self.parameters):
             self.adopt()
         place = self.names.index(name)
-        master = self.masters.tensors[place]
-        if master is None or self.member < 0 or module._parameters.get(key) is not master:
+        master: Tensor | None = self.masters.tensors[place]
+        standing: Any = module._parameters.get(key)
+        if master is None or self.member < 0 or standing is not master:
             return None
         note_autocast()
         return self._answer(name, place, master)
@@ -784,7 +786,7 @@ class Readable(Borrower):
                 made = _handle_at(self, place, _versions_of(self), is_read=True)
             if trains:
                 made = trained(master, self, made)
-        made._is_param = True  # type: ignore[attr-defined]
+        made._is_param = True
         if not self.wants_memory:
             answers[name] = made, self.masters, graph
         return made

@@ -398,7 +398,7 @@ def _as_packed(leaf: Chosen, packed: dict[int, tuple[Tensor, ...]]) -> Chosen:
     if not any(id(tensor) in packed for tensor in tensors):
         return leaf
     parts = [part for tensor in tensors for part in packed.get(id(tensor), (tensor,))]
-    return Packed(leaf.name, leaf.module, leaf.kind, leaf.block, leaf.doubtful, tuple(parts))
+    return Packed(leaf.name, leaf.module, leaf.kind, leaf.block, tuple(parts))
 
 
 # ---- LoRA ----

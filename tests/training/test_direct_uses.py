@@ -622,7 +622,8 @@ class Dequantised(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad @ (ctx.weight.whole.to(grad.dtype) * ctx.weight.scale), None
+        weight = ctx.weight
+        return grad @ (weight.whole.to(grad.dtype) * weight.scale).to(grad.dtype), None
 
 
 def rounded(layer):
@@ -630,3 +631,19 @@ def rounded(layer):
     whole = (layer.weight.detach() / scale).round().to(torch.int8)
     layer.weight = nn.Parameter(Rounded(whole, scale), requires_grad=False)
     return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_quantised_class_of_an_invented_library_streams(device, mode):
+    torch.manual_seed(0)
+    compute = lambda parts, x: parts.other(parts.inner(x).tanh())  # noqa: E731
+    managed, resident = (Parts(compute).requires_grad_(False) for _ in range(2))
+    resident.load_state_dict(managed.state_dict())
+    for model in (managed, resident):
+        rounded(model.inner), rounded(model.other)
+    resident.to(device)
+    with attached(managed, device) as manager:
+        assert manager.resident == {}
+        assert [type(layer).__name__ for layer in manager.layers] == ["QuantisedLayer"] * 2
+        assert_models_agree(managed, resident, step_of(device, mode), device=device)
+        assert not manager.attachment.held() and not manager.attachment.traffic.runs_again

@@ -77,6 +77,7 @@ def made_of_two(name: str, meta: Any = None) -> Any:
 EIGHT = named("bitsandbytes.nn.modules.Linear8bitLt")
 FOUR = named("bitsandbytes.nn.modules.Linear4bit")
 GGUF = named("diffusers.quantizers.gguf.utils.GGUFLinear")
+MADE_OF_TENSORS = "a class of tensors that are made of others"
 QUANTO = named("optimum.quanto.nn.qlinear.QLinear")
 OSTRIS = named("toolkit.util.ostris_quant.OstrisLinear")
 FP8_LINEAR = named("transformers.integrations.finegrained_fp8.FP8Linear")
@@ -120,7 +121,7 @@ CASES: dict[str, tuple[Any, str | None]] = {
     ),
     "quanto, a weight of others": (
         module_of(QUANTO, made_of_two("optimum.other.T"), activation_qtype=None),
-        None,
+        MADE_OF_TENSORS,
     ),
     "quanto, a weight of one": (
         module_of(QUANTO, weight_of("optimum.quanto.T", UINT8), activation_qtype=None),
@@ -152,7 +153,8 @@ CASES: dict[str, tuple[Any, str | None]] = {
     ),
     "torchao, without switches": (module_of(nn.Linear, made_of_two("torchao.q.T", {})), DYNAMIC),
     "torchao, another forward": (module_of(COMFY, made_of_two("torchao.q.T", {})), None),
-    "torchao, of others": (module_of(nn.Linear, made_of_two("torchaos.q.T", {})), None),
+    "of others": (module_of(nn.Linear, made_of_two("torchaos.q.T", {})), MADE_OF_TENSORS),
+    "of torch itself": (module_of(nn.Linear, made_of_two("torch.distributed.T", {})), None),
     "torchao, of one": (module_of(nn.Linear, weight_of("torchao.q.T", UINT8)), None),
     "fp8": (module_of(FP8_LINEAR, FP8), "FP8Linear"),
     "fp8, wide": (module_of(FP8_LINEAR, torch.ones(2, 2)), None),
