@@ -209,7 +209,7 @@ static enum oo_status oo__trip_to_host(struct oo_engine *engine, void *target, u
     OO_TRY(oo__trip_check(engine, target, source, bytes));
     OO_TRY(oo__trip(engine, &trip, NULL, ticket));
     oo__count_out(&engine->stats, bytes, home);
-    oo__journal(engine, OO_DEED_COPY_OUT, OO_NO_UNIT, bytes, source);
+    oo__journal(engine, OO_DEED_COPY_OUT, OO_NO_UNIT, bytes, 0);
     oo__flush_home(engine);
 done:
     oo__leave(engine);
@@ -237,6 +237,7 @@ static enum oo_status oo__trip_to_device(struct oo_engine *engine, const struct 
     engine->copies.sent++;
     engine->stats.returned_bytes += bytes;
     engine->stats.returned_copies++;
+    oo__journal(engine, OO_DEED_COPY_IN, OO_NO_UNIT, bytes, target);
     oo__flush(engine);
 done:
     return status;

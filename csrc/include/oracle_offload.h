@@ -557,9 +557,10 @@ void oo_trace_free(struct oo_trace_row *rows);
 
 /* What the engine has told the device to do, in the order in which it did: one entry for each. */
 enum oo_deed {
-    OO_DEED_USE = 0,     /* a use begins; `detail` is its oo_kind */
-    OO_DEED_WAIT = 1,    /* a stream is told to wait for the unit's copy, the first one to use it */
-    OO_DEED_COPY_IN = 2, /* a copy to the device; `detail` is where to */
+    OO_DEED_USE = 0,  /* a use begins; `detail` is its oo_kind */
+    OO_DEED_WAIT = 1, /* a stream is told to wait for the unit's copy, the first one to use it */
+    OO_DEED_COPY_IN =
+        2, /* a copy to the device, of no unit for a trip back; `detail` is where to */
     OO_DEED_COPY_OUT = 3, /* a copy to the host, of no unit (UINT32_MAX) */
     OO_DEED_EVICT = 4,    /* of a unit; `detail` is the one that comes in its place, or it itself,
                              where it has to come back to another */

@@ -301,7 +301,7 @@ class Recording:
             when = begin if event.get("start_s") is None else event["start_s"]
             if event["event"] == "eviction" and event["unit"] in there:
                 stays.append(there.pop(event["unit"])._replace(end_s=when))
-            elif event["event"] == "copy_to_device":
+            elif event["event"] == "copy_to_device" and event["unit"] >= 0:
                 came = begin if event["end_s"] is None else event["end_s"]
                 if event["unit"] in there:  # it was dropped meanwhile, as its master had changed
                     stays.append(there.pop(event["unit"])._replace(end_s=when))

@@ -169,7 +169,8 @@ class DeviceUsage:
     What is not page-locked passes through rings of `ring_bytes` that are; `unlocked_h2d_gbps` is
     how fast the engine's copy threads fed them, by the host's clock, also on the simulated device.
     These run on `numa_node`, the one nearest to the device, where the system names it.
-    `lock_refusals` counts how often the driver gave no page-locked memory.
+    `lock_refusals` counts how often the driver gave no page-locked memory. `left_bytes` of
+    activations have left for the host, and `returned_bytes` of them came back.
     """
 
     device: str
@@ -190,6 +191,10 @@ class DeviceUsage:
     host_waits: int
     recoveries: int
     allocations: int
+    left_bytes: int = 0
+    left_copies: int = 0
+    returned_bytes: int = 0
+    returned_copies: int = 0
     models: list[ModelUsage] = field(default_factory=list)
     phases: list[PhaseUsage] = field(default_factory=list)
     verdict: Verdict | None = None
@@ -449,6 +454,10 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
         host_waits=stats["host_waits"],
         recoveries=stats["recoveries"],
         allocations=stats["allocations"],
+        left_bytes=stats["left_bytes"],
+        left_copies=stats["left_copies"],
+        returned_bytes=stats["returned_bytes"],
+        returned_copies=stats["returned_copies"],
         models=[_model_usage(state, attachment, waits) for attachment in attachments],
         phases=[
             _phase_usage(name, grown, _stalled(waited[name], layers))
@@ -620,6 +629,10 @@ def _device_rows(device: DeviceUsage, abbreviated: bool) -> list[tuple[str, str]
         if device.unlocked_h2d_gbps is not None:
             way += f", {device.unlocked_h2d_gbps:.1f} GB/s"
         rows.append(("  which is copied through", way))
+    if device.left_copies:
+        left = _traffic(device.left_bytes, device.left_copies, None)
+        back = _traffic(device.returned_bytes, device.returned_copies, None)
+        rows += [("activations that left", left), ("  and came back", back)]
     if not abbreviated:
         rows += [
             (

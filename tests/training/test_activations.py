@@ -14,6 +14,7 @@ from equality import assert_same, attached, gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import oracle_offload
 from oracle_offload.engines import open_states
 from oracle_offload.errors import OffloadError
 from oracle_offload.simulator import Schedule
@@ -530,3 +531,35 @@ def test_what_it_says(device):
     with pytest.raises(ValueError, match="host_budget"):
         offload_activations(model, LEAST, host_budget="little")
     assert not open_states()
+
+
+def test_the_summary_and_a_recording_have_rows_of_it():
+    model = Model()
+    with (
+        attached(model, offload_percent=0.5),
+        offload_activations(model, LEAST, device_budget=2 * LEAST) as offload,
+        oracle_offload.record(timed_every=1) as recorder,
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(batch("cpu", step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counts = offload.counts
+        (device,) = oracle_offload.memory_summary().devices
+        assert (device.left_bytes, device.left_copies) == (counts.left_bytes, counts.left)
+        assert device.returned_bytes == counts.returned_bytes > 0
+        assert device.returned_copies == counts.returned
+        text = " ".join(str(oracle_offload.memory_summary()).split())
+        assert (
+            f"activations that left | {counts.left_bytes / 1024:.2f} KiB in {counts.left}" in text
+        )
+        assert f"and came back | {counts.returned_bytes / 1024:.2f} KiB in" in text
+    recording = recorder.recording()
+    of_no_unit = [event for event in recording.events if event.get("unit") == -1]
+    back = [event for event in of_no_unit if event["event"] == "copy_to_device"]
+    assert sum(event["bytes"] for event in back) == counts.returned_bytes
+    home = [event for event in of_no_unit if event["event"] == "copy_to_host"]
+    assert sum(event["bytes"] for event in home) > counts.left_bytes  # and the gradients
+    assert all(event["layer"] == "" and event["seconds"] for event in back if event["step"] == 2)
+    assert recording.pictures()
