@@ -69,7 +69,7 @@ static enum oo_status oo__trip_disown(struct oo_engine *engine, struct oo_trip *
         return OO_OK;
     for (uint32_t i = 0; i < engine->trips.count; i++) {
         struct oo_trip *other = &engine->trips.all[i];
-        if (other != trip && other->arrived && !other->joined && other->device == trip->device &&
+        if (other != trip && !other->joined && other->device == trip->device &&
             other->bytes == trip->bytes) {
             other->adopted = 1;
             trip->adopted = 0;

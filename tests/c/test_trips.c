@@ -172,6 +172,102 @@ static void lent_memory_goes_back_in_the_order_of_its_stream(void) {
     world_close(&w, "lent");
 }
 
+/* The simulated device has what a trip lends to it, no other bytes, and not for longer. */
+static void what_is_lent_is_that_memory_alone(void) {
+    struct world w;
+    struct oo_host *host;
+    struct sim_live before, during;
+    static char memory[3][4096], target[4096];
+    uint64_t out[2] = {0, 0}, refused = 0;
+    world_open(&w, 60000, -1);
+    const uintptr_t stream = new_stream(&w);
+    need(oo_host_create(3 * sizeof target, &host), "host");
+    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    char *const there = oo_host_address(host);
+    sim.simGetLive(&before);
+    need(oo_trip_out(w.engine, there, (uintptr_t)memory[1], sizeof target, stream, &out[0]), "out");
+    for (int i = 0; i < 3; i += 2) /* below it and above it */
+        need(oo_engine_download(w.engine, target, (uintptr_t)memory[i], sizeof target, stream),
+             "a gradient beside it");
+    need(oo_trip_out(w.engine, there + sizeof target, (uintptr_t)memory[2], sizeof target, stream,
+                     &out[1]),
+         "out");
+    need(oo_trip_join(w.engine, out[0], stream), "join");
+    sim.simGetLive(&during);
+    CHECK(during.adopted_bytes == before.adopted_bytes + sizeof target, "the first is lent still");
+    need(oo_engine_download(w.engine, target, (uintptr_t)memory[1], sizeof target, stream),
+         "a gradient where it was");
+    need(oo_trip_join(w.engine, out[1], stream), "join");
+    sim.simGetLive(&during);
+    CHECK(during.adopted_bytes == before.adopted_bytes, "the second is lent still");
+    static const char *const calls[] = {"simAdopt", "cuMemcpyDtoHAsync", "simDrop"};
+    for (int i = 0; i < 3; i++) { /* the last: while it gives back what failed */
+        sim.simFault(i == 2 ? calls[1] : calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        if (i == 2)
+            sim.simFault(calls[2], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        CHECK(oo_trip_out(w.engine, there, (uintptr_t)memory[0], sizeof target, stream, &refused) ==
+                  OO_E_DRIVER,
+              "%s: no error", calls[i]);
+        sim.simFaultClear();
+        sim.simGetLive(&during);
+        CHECK((during.adopted_bytes != before.adopted_bytes) == (i == 2) &&
+                  w.engine->unfinished == (i == 2 ? (OOCUdeviceptr)memory[0] : 0),
+              "%s: lent", calls[i]);
+    }
+    need(oo_engine_download(w.engine, target, (uintptr_t)memory[0], sizeof target, stream), "next");
+    for (int i = 0; i < 2; i++)
+        need(oo_trip_end(w.engine, out[i]), "end");
+    check_no_reports("lent alone");
+    need(oo_engine_unlock(w.engine, host), "unlock");
+    need(oo_host_destroy(host), "destroy");
+    end_stream(&w, stream);
+    world_close(&w, "lent alone");
+}
+
+/* Nothing is queued on a stream that is being captured, and nothing that was left is waited for. */
+static void a_capturing_stream_is_refused(void) {
+    struct trips t;
+    void *graph = NULL;
+    uint64_t none = 0;
+    trips_open(&t);
+    const OOCUstream stream = (OOCUstream)t.w.stream;
+    t.w.engine->unfinished = (OOCUdeviceptr)t.here;
+    sim.cuCtxPushCurrent_v2(t.w.context);
+    CHECK(sim.cuStreamBeginCapture_v2(stream, 0) == 0, "no capture");
+    CHECK(oo_trip_out(t.w.engine, oo_host_address(t.host), (uintptr_t)t.here, BYTES, t.w.stream,
+                      &none) == OO_E_CAPTURE,
+          "captured");
+    CHECK(t.w.engine->unfinished == (OOCUdeviceptr)t.here, "waited");
+    t.w.engine->unfinished = 0;
+    CHECK(sim.cuStreamEndCapture(stream, &graph) == 0, "the capture was broken");
+    sim.cuGraphDestroy(graph);
+    sim.cuCtxPopCurrent_v2(NULL);
+    compute(&t, t.w.stream);
+    end(&t, leave(&t, t.w.stream));
+    check_no_reports("capture");
+    trips_close(&t, "capture");
+}
+
+static OOCUresult OOCUDAAPI waits_for_nothing(OOCUevent event) {
+    (void)event;
+    return OOCU_SUCCESS;
+}
+
+/* What a trip waits for on the host is what the host reads then. */
+static void a_wait_of_the_host_that_is_missing_is_told(void) {
+    struct trips t;
+    trips_open(&t);
+    const struct oo_driver real = t.w.engine->driver;
+    compute(&t, t.w.stream);
+    const uint64_t out = leave(&t, t.w.stream);
+    t.w.engine->driver.cuEventQuery = t.w.engine->driver.cuEventSynchronize = waits_for_nothing;
+    need(oo_trip_await(t.w.engine, out), "await");
+    CHECK(races() > 0, "bytes may be read before they have arrived");
+    t.w.engine->driver = real;
+    end(&t, out);
+    trips_close(&t, "missing");
+}
+
 /* What was on its way when its memory is forgotten has ended; its records go with the engine. */
 static void trips_that_nobody_ended_go_with_the_engine(void) {
     struct world w;
@@ -313,13 +409,18 @@ static void what_is_refused(void) {
           "to pageable memory");
     CHECK(oo_trip_back(engine, back, here, t.w.stream, &none) == OO_E_ARGUMENT, "back of back");
     CHECK(oo_trip_back(engine, 77, here, t.w.stream, &none) == OO_E_TICKET, "back of none");
+    CHECK(oo_trip_end(engine, UINT32_MAX) == OO_E_TICKET, "end of none");
     end(&t, back);
     end(&t, out);
     CHECK(oo_trip_join(engine, out, t.w.stream) == OO_E_TICKET, "join");
     CHECK(oo_trip_await(engine, out) == OO_E_TICKET, "await");
     CHECK(oo_trip_arrived(engine, out, &arrived) == OO_E_TICKET && !arrived, "ask");
     CHECK(oo_trip_end(engine, out) == OO_E_TICKET, "end");
-    CHECK(none == 0 && stats_of(&t.w).left_copies == 1 && stats_of(&t.w).returned_copies == 1,
+    const uint64_t next = leave(&t, t.w.stream); /* it has the record that was given back last */
+    CHECK((uint32_t)next == (uint32_t)out && oo_trip_join(engine, out, t.w.stream) == OO_E_TICKET,
+          "an older ticket of the record");
+    end(&t, next);
+    CHECK(none == 0 && stats_of(&t.w).left_copies == 2 && stats_of(&t.w).returned_copies == 1,
           "counted");
     trips_close(&t, "refused");
 }
@@ -486,6 +587,9 @@ static const struct check_case cases[] = {
     CASE(nobody_waits_and_nothing_races),
     CASE(whoever_forgets_to_join_is_told),
     CASE(lent_memory_goes_back_in_the_order_of_its_stream),
+    CASE(what_is_lent_is_that_memory_alone),
+    CASE(a_capturing_stream_is_refused),
+    CASE(a_wait_of_the_host_that_is_missing_is_told),
     CASE(trips_that_nobody_ended_go_with_the_engine),
     CASE(the_host_may_ask_and_wait),
     CASE(another_stream_may_use_what_comes_back),
