@@ -563,3 +563,33 @@ def test_the_summary_and_a_recording_have_rows_of_it():
     assert sum(event["bytes"] for event in home) > counts.left_bytes  # and the gradients
     assert all(event["layer"] == "" and event["seconds"] for event in back if event["step"] == 2)
     assert recording.pictures()
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torchs_allocator_has_the_memory_back(device):
+    hidden, blocks = 4 * WIDTH * 64 * ROWS, 12
+
+    def peak(model):
+        x = batch(device).repeat(64, 1).detach().requires_grad_()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(x).square().mean().backward()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / hidden
+
+    peaks = {}
+    for kind in ("plain", "not reentrant"):
+        model = Model(kind, blocks).to(device)
+        model(batch(device)).sum().backward()  # its gradients are there
+        peaks[kind, "without"] = peak(model)
+        with offload_activations(model, hidden, device_budget=4 * hidden) as offload:
+            for _ in range(3):
+                peaks[kind, "with"] = peak(model)
+            assert offload.counts.returned > 0
+    print({key: round(value, 1) for key, value in peaks.items()}, "hidden states")
+    # Of a block: its input, the norm's result, twice two of the feed-forward's.
+    assert peaks["plain", "without"] > 6 * blocks
+    assert peaks["plain", "with"] < 0.3 * peaks["plain", "without"]
+    assert peaks["not reentrant", "without"] > blocks
+    assert peaks["not reentrant", "with"] < peaks["not reentrant", "without"] - blocks / 2
