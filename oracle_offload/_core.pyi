@@ -59,6 +59,8 @@ class Stats(TypedDict):
     left_copies: int
     returned_bytes: int
     returned_copies: int
+    brought_bytes: int
+    brought_copies: int
     acquires: int
     hits: int
     late: int  # acquires that had to enqueue their own copy

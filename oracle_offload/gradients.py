@@ -419,7 +419,8 @@ def landing(layer: Leaf, master: Tensor) -> Tensor:
 
 def accumulator_of(node: Any) -> Any:
     """Return the node behind a landing, which accumulates into the master; else the node."""
-    return node.next_functions[0][0] if isinstance(node, _Landing._backward_cls) else node
+    is_landing = isinstance(node, cast("Any", _Landing)._backward_cls)
+    return node.next_functions[0][0] if is_landing else node
 
 
 def _watch(node: Any) -> None:

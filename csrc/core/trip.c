@@ -235,8 +235,8 @@ static enum oo_status oo__trip_to_device(struct oo_engine *engine, const struct 
     OO_TRY(oo__trip_check(engine, host, target, bytes));
     OO_TRY(oo__trip(engine, &trip, left ? left->arrived : NULL, ticket));
     engine->copies.sent++;
-    engine->stats.returned_bytes += bytes;
-    engine->stats.returned_copies++;
+    *(left ? &engine->stats.returned_bytes : &engine->stats.brought_bytes) += bytes;
+    ++*(left ? &engine->stats.returned_copies : &engine->stats.brought_copies);
     oo__journal(engine, OO_DEED_COPY_IN, OO_NO_UNIT, bytes, target);
     oo__flush(engine);
 done:

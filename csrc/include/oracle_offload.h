@@ -499,6 +499,8 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     COUNT(left_copies, ENGINE) \
     COUNT(returned_bytes, ENGINE)       /* and back */ \
     COUNT(returned_copies, ENGINE) \
+    COUNT(brought_bytes, ENGINE)        /* in, of what never left: oo_trip_in */ \
+    COUNT(brought_copies, ENGINE) \
     /* uses */ \
     COUNT(acquires, MODEL) \
     COUNT(hits, MODEL)                  /* the unit was in the arena, or on its way */ \

@@ -347,12 +347,12 @@ class ActivationOffload:
         """Train nothing."""
         return False
 
+    def has_its_gradients(self) -> bool:
+        """Hold none."""
+        return True
+
     def before_frozen_write(self, tensors: Sequence[Tensor]) -> None:
         """Change nothing: no master is held here."""
-
-    def has_its_gradients(self) -> bool:
-        """Whether no gradient of its own was rewritten: it has none."""
-        return True
 
     def after_step(self) -> None:
         """Give back what no graph needs any more."""

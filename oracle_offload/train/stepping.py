@@ -91,9 +91,10 @@ def stream_optimizer(optimizer: Any) -> Any:
     _try(optimizer, state.device, {id(p) for p in own if id(p) in homes})
     patched = optimizer.__dict__.pop("step", None)  # a scheduler's, which counts calls
     optimizer.__dict__[_STEPPER] = _Stepper(state)
-    optimizer.__class__ = _streamed(type(optimizer))
+    kind: Any = type(optimizer)
+    optimizer.__class__ = _streamed(kind)
     if patched is not None:
-        optimizer.step = types.MethodType(_counted_step, optimizer)
+        optimizer.__dict__["step"] = types.MethodType(_counted_step, optimizer)
     return optimizer
 
 
@@ -168,7 +169,7 @@ def _streamed(kind: Any) -> Any:
     def load_state_dict(self: Any, state_dict: Any) -> None:
         """Load what a `state_dict` returned, into the memory that the states have."""
         before = dict(self.state)
-        super(made, self).load_state_dict(state_dict)
+        kind.load_state_dict(self, state_dict)
         _fill(before, self.state)
 
     hooked: Any = Optimizer.profile_hook_step(step)
@@ -180,8 +181,7 @@ def _streamed(kind: Any) -> Any:
         "step": hooked,
         "load_state_dict": load_state_dict,
     }
-    made = type(kind.__name__, (kind,), members)
-    return made
+    return type(kind.__name__, (kind,), members)
 
 
 def _own_step(kind: Any) -> Callable[..., Any]:
@@ -197,7 +197,7 @@ def _fill(before: dict[Any, Any], now: dict[Any, Any]) -> None:
         if not isinstance(former, dict) or not isinstance(loaded, dict):
             continue
         for name, value in loaded.items():
-            there = former.get(name)
+            there: Any = former.get(name)
             if _is_plain(value) and _is_plain(there) and _are_alike(value, there):
                 if value.data_ptr() != there.data_ptr():
                     with torch.no_grad():

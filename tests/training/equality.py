@@ -15,7 +15,7 @@ from oracle_offload import simulator
 from oracle_offload.engines import open_states
 from oracle_offload.witness import Witness
 
-_COPIES = ("h2d_bytes", "d2h_bytes", "left_bytes", "returned_bytes")
+_COPIES = ("h2d_bytes", "d2h_bytes", "left_bytes", "returned_bytes", "brought_bytes")
 RUNS = 2  # of each step that models are compared in: alone, and under the witness
 
 

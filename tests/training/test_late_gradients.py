@@ -77,7 +77,7 @@ def test_a_backward_waits_once_and_adds_up_as_the_resident_one(device, reentrant
             assert_same(gradients(managed), gradients(resident))
             kept = managed.body[0].weight.grad
         assert kept is managed.body[0].weight.grad
-        assert manager.state.engine.stats()["returned_bytes"] > 0  # sums came for what was added
+        assert manager.state.engine.stats()["brought_bytes"] > 0  # sums came for what was added
 
 
 def test_few_bytes_leave_at_a_time(device, monkeypatch):

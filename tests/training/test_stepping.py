@@ -101,7 +101,7 @@ def test_steps_have_the_resident_bits(device, name):
                 optimizer.zero_grad()
             after = manager.state.engine.stats()
             assert after["host_waits"] - before["host_waits"] == 1
-            assert after["returned_bytes"] - before["returned_bytes"] >= 2 * 4 * WEIGHTS * 32**2
+            assert after["brought_bytes"] - before["brought_bytes"] >= 2 * 4 * WEIGHTS * 32**2
             assert after["d2h_bytes"] - before["d2h_bytes"] >= 4 * WEIGHTS * 32**2
             assert_alike(models, optimizers)
         at = managed.first.weight.data_ptr()

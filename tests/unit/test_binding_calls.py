@@ -569,7 +569,7 @@ def test_bytes_go_home_to_stay_and_come_in_from_locked_memory() -> None:
     engine.trip_end(home)
     stats = engine.stats()
     assert (stats["d2h_bytes"], stats["d2h_copies"], stats["left_bytes"]) == (5000, 1, 0)
-    assert (stats["returned_bytes"], stats["returned_copies"]) == (5000, 1)
+    assert (stats["brought_bytes"], stats["brought_copies"]) == (5000, 1)
     assert stats["host_waits"] == 1 and simulator.reports() == []
     engine.unlock(buffer)
     life.close_unused()
