@@ -534,7 +534,9 @@ def _attach(
                 kept.move_to(where)
                 if loading is not None:
                     logger.info("%s: read %s", attachment.name, loading.done())
-            except BaseException:
+            except BaseException as error:
+                if shared is not None:  # before its connections end: the others are to hear why
+                    shared.ranks.fail_with(error)
                 attachment.close_quietly()
                 masters.move_back(moved, state.kind.set_data)
                 if loading is None:  # else they have no values again

@@ -322,6 +322,29 @@ def nodes(rank, size, folder):
     return os.fstat(share._file).st_ino
 
 
+def one_fails_late(rank, size, folder):
+    """An error after the weights have moved: all raise it, and each has its weights as before."""
+    if rank == size - 1:
+
+        def lend(self, capacity):
+            raise torch.OutOfMemoryError("the device has no room for the arena")
+
+        oracle_offload.arena.Arena.lend = lend
+    model = Model()
+    before = [p.clone() for p in model.parameters()]
+    try:
+        attach(model)
+    except (OffloadError, torch.OutOfMemoryError) as error:
+        said = str(error)
+    assert all(map(torch.equal, model.parameters(), before))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(rank)
+    dist.barrier()
+    assert all(torch.all(p == rank) for p in model.parameters()), "another rank's writes"
+    return said
+
+
 def one_is_late(rank, size, folder):
     if rank == size - 1:
         return "never came"

@@ -27,7 +27,7 @@ STAGES = ("meet", "descriptor", "layout", "filled", "compared weights", "attache
 KILLS = [f"killed:{victim}:{stage}" for stage in STAGES for victim in (0, 1)]
 SCENARIOS = [
     *("bits", "memory", "files", "writes", "saves", "shown", "partly_trained", "nodes@4", "waits"),
-    *("nothing_frozen",),
+    *("nothing_frozen", "one_fails_late"),
     *("other_files", "other_layout", "other_values", "one_fails", "one_is_late"),
     *("descriptor", "no_group", "no_place", "other_number"),
     *("killed:0:filled", "killed:1:filled", "killed:1:meet", "killed:1:attached"),
@@ -114,6 +114,7 @@ def test_summary_recording_and_watcher_say_which_rank_they_are_of(two):
         ("other_layout", "rank 1 of this machine has another layout than rank 0 (24 there, 20 her"),
         ("other_values", "rank 1 of this machine has other values of 'blocks.2.base.weight'"),
         ("one_fails", "vram_budget='1KiB' is 1.00 KiB"),
+        ("one_fails_late", "the device has no room for the arena"),
         ("descriptor", "rank 1 of this machine was refused the descriptor"),
         ("nothing_frozen", "share='node' shares frozen weights, and each layer of this model has"),
         ("no_group", "needs a process group, and there is none"),
