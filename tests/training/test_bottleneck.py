@@ -104,10 +104,7 @@ def test_there_are_cells_of_each_kind() -> None:
     assert min(kinds.count(kind) for kind in ("link", "compute", "host")) >= 8
 
 
-@pytest.mark.parametrize(
-    ("bound", "depth", "offload", "copy_s", "host_s"),
-    [pytest.param(*cell, marks=pytest.mark.slow if cell[1] == 20 else ()) for cell in CELLS],
-)
+@pytest.mark.parametrize(("bound", "depth", "offload", "copy_s", "host_s"), CELLS)
 def test_the_bound_is_the_one_that_the_cell_was_made_for(bound, depth, offload, copy_s, host_s):
     found, usage = verdict_on(depth, offload, copy_s, host_s)
     assert found.bound == bound
