@@ -204,9 +204,6 @@ class Gradients:
             The gradient on the host, where somebody is to see it now. None: ``.grad`` is set at the
             end of the graph task.
         """
-        layer = node.layer()
-        if layer is not None and layer.on_device:
-            return gradient
         accumulator = node.next_functions[0][0]
         master: Tensor = accumulator.variable
         late = self._late()
@@ -378,7 +375,6 @@ class _Landing(Function):
 
     @staticmethod
     def forward(ctx: Any, master: Tensor, layer: Leaf) -> Tensor:
-        ctx.layer = weakref.ref(layer)
         ctx.gradients = layer.attachment.gradients
         ctx.is_added_to = False
         like = torch.empty((), dtype=master.dtype, device=ctx.gradients.device)

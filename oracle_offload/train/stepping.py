@@ -121,8 +121,6 @@ def _homes() -> dict[int, _Home]:
     for state in open_states():
         for attachment in state.listeners:
             for layer in getattr(attachment, "layers", ()):
-                if layer.on_device:
-                    continue
                 home = _Home(state, layer.attachment.gradients)
                 found.update((id(master), home) for master in layer.masters.present)
     return found
