@@ -26,9 +26,9 @@ _attached: weakref.WeakSet[Structure] = weakref.WeakSet()
 _registration_hooks: list[Any] = []
 _settle_hooks: list[Any] = []
 _CALL = nn.Module._call_impl.__code__
-# Of a frame that computes with its `self`. Not `forward`, which is called by these: what is read of
-# a frame's variables keeps what they hold, up to Python 3.12, and its own are activations.
-_CALLS = frozenset({nn.Module.__call__.__name__, *ENTRY_METHODS} - {"forward"})
+# Of a frame that computes with its `self`. Not `forward`, which is called by these, nor `__call__`,
+# as pipelines have: what is read of a frame's variables keeps what they hold, up to Python 3.12.
+_CALLS = frozenset({nn.Module.__call__.__name__, *ENTRY_METHODS} - {"forward", "__call__"})
 _graph_task = torch._C._current_graph_task_id
 # Each yields the innermost frames of calls that have been set aside: no thread is in them now.
 frames_aside: list[Callable[[], Iterable[FrameType]]] = []
