@@ -352,7 +352,7 @@ class _Stepper:
 
     def __init__(self, state: DeviceState) -> None:
         self.state = state
-        self.unfinished = ""  # why no step can begin
+        self.unfinished = False  # some Parameters are stepped, and some are not
         with torch.inference_mode(False):
             self._nothing = nn.Parameter(torch.empty(0, device=state.device))
         self._homes: dict[int, _Home] = {}
@@ -367,14 +367,14 @@ class _Stepper:
     def step(self, optimizer: Any) -> None:
         """Step every Parameter that has a gradient, once."""
         if self.unfinished:
-            raise OffloadError(self.unfinished)
+            raise OffloadError(
+                f"a step of {type(optimizer).__name__} was broken off: some of its Parameters are "
+                "stepped and some are not, and it takes no further step. Load a checkpoint into "
+                "the model, make a new optimizer, and load its states."
+            )
         self._homes = _homes()
         batches = list(self._batches(optimizer))
-        self.unfinished = (
-            f"a step of {type(optimizer).__name__} was broken off: some of its Parameters are "
-            "stepped and some are not, and it takes no further step. Load a checkpoint into the "
-            "model, make a new optimizer, and load its states."
-        )
+        self.unfinished = True
         try:
             self._run(optimizer, batches)
         except BaseException:
@@ -383,9 +383,9 @@ class _Stepper:
             else:  # nothing has changed
                 for batch in batches:
                     self._let_go(batch)
-            self.unfinished = ""
+            self.unfinished = False
             raise
-        self.unfinished = ""
+        self.unfinished = False
 
     def _batches(self, optimizer: Any) -> Iterator[_Batch]:
         """Yield what to step in turn, in the order of the groups."""
