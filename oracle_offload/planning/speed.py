@@ -13,6 +13,7 @@ from ..geometry import tensor_bytes
 from ..replay import Size, predict_elsewhere
 from ..simulated_time import SimulatedTime
 from ..simulator import Device
+from ..sizes import format_size
 from .cards import Card
 from .fit import NOWHERE, RESIDENT, Fit
 from .measure import Step
@@ -60,8 +61,7 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
     if fit.verdict == NOWHERE:
         return Speed(why="it does not fit")
     if fit.verdict != RESIDENT and fit.storage.recipe.train == "full":
-        why = "weights on the host are stepped there, and how long that takes is not modelled"
-        return Speed(why=why)
+        return Speed(why=_streamed_step(fit, card))
     times = [_time(card, share) for share in (0.0, 0.5, 1.0)]
     if fit.verdict == RESIDENT:
         slow, middle, fast = (sum(step.phases(time)) for time in times)
@@ -86,6 +86,17 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
         moved / _link_rate(card, 0.5),
         moved,
         "compute" if compute_s >= 0.9 * middle else "link",
+    )
+
+
+def _streamed_step(fit: Fit, card: Card) -> str:
+    """Say what the step of a full training moves, where the optimizer is streamed."""
+    stepped = fit.host.get("weights", 0) + fit.host.get("optimizer state", 0)
+    there = stepped + fit.host.get("gradients", 0)
+    return (
+        "how long gradients take to leave is not modelled; with train.stream_optimizer a step "
+        f"brings {format_size(there)} to the device and {format_size(stepped)} home, at once: "
+        f"{there / _link_rate(card, 0.5):.2g} s or more"
     )
 
 

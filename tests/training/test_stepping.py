@@ -359,3 +359,22 @@ def test_a_sparse_gradient_is_refused_and_nothing_is_stepped(device):
         with pytest.raises(OffloadError, match="has a sparse gradient"):
             optimizer.step()
         assert_same(managed.state_dict(), before)
+
+
+def test_both_directions_of_the_link_work_at_once(sim):
+    """The step takes as long as the direction with more bytes, and the last copy home."""
+    sim.slow_link(0.01)
+    managed = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))).bfloat16()
+    weight = 2 * 64**2
+    with attached(managed, "cpu") as manager:
+        optimizer = stream_optimizer(torch.optim.AdamW(managed.parameters()))
+        for _ in range(2):
+            managed(torch.ones(2, 64).bfloat16()).sum().backward()
+            before = manager.state.counters()
+            optimizer.step()
+            after = manager.state.counters()
+        assert after["brought_bytes"] - before["brought_bytes"] == 12 * 4 * weight
+        assert after["d2h_bytes"] - before["d2h_bytes"] == 12 * 3 * weight
+        least = 12 * 4 * weight / 0.01e9
+        last = 3 * weight / 0.01e9
+        assert least + last <= after["now_s"] - before["now_s"] < 1.05 * (least + last)
