@@ -36,6 +36,7 @@ from .storage import Pair
 
 logger = logging.getLogger("oracle_offload")
 
+_HELD = 4  # of what checkpoints keep: the default budget of `offload_activations`
 _TICKETS = 1 << 32  # more than a micro-batch has uses
 _graph_task = torch._C._current_graph_task_id
 
@@ -57,6 +58,24 @@ class Stage(NamedTuple):
 
     peak: int
     waiting: int
+
+
+class Leaving(NamedTuple):
+    """A step's activations where `oracle_offload.train.offload_activations` lets them leave.
+
+    Attributes
+    ----------
+    device_bytes : int
+        On the device, at most.
+    host_bytes : int
+        On the host, page-locked.
+    longer : float
+        So many times the tokens, or the pixels, take as much of the device as all of them do.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    longer: float
 
 
 @dataclass
@@ -98,6 +117,22 @@ class Step:
         """Most bytes that live at once beside what the training keeps; None unknown."""
         waiting = self.micro_batches - 1 if self.together else 0
         return max((stage.peak + waiting * stage.waiting for stage in self.stages), default=None)
+
+    def leaving(self) -> Leaving | None:
+        """Return what `oracle_offload.train.offload_activations` makes of the activations.
+
+        What forward leaves behind, less what the device's default budget holds of it, is on the
+        host. None where that is unknown: without checkpointed regions, whose inputs are alike.
+        """
+        whole, regions = self.activations, len(self.stages) - 1
+        if whole is None or regions < 2 or not whole:
+            return None
+        saved = self.stages[0].waiting
+        held = min(saved, _HELD * saved // regions)
+        rest = max(stage.peak - stage.waiting for stage in self.stages)
+        waiting = self.micro_batches if self.together else 1
+        device = min(whole, rest + held)
+        return Leaving(device, waiting * saved, whole / device)
 
     def _seconds(self, work: Sequence[Work], time: SimulatedTime) -> float:
         """Return what operators take one after the other."""

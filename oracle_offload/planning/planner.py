@@ -11,7 +11,7 @@ import torch
 
 from ..compress.choice import check
 from ..host import memory
-from ..sizes import GIB, parse_size
+from ..sizes import GIB, format_size, parse_size
 from ..views.recording import Recording, read_recording
 from . import report, verify
 from .answer import Answer
@@ -29,6 +29,8 @@ from .speed import speed_of
 from .storage import QUANTISED, Recipe, Storage, storage_of
 
 logger = logging.getLogger("oracle_offload.planning")
+
+_WORTH_TELLING = 1.2  # times the sequence that leaving activations make room for
 
 
 @dataclass(frozen=True)
@@ -353,6 +355,12 @@ def _assumptions(question: Question, found: Fit, step: Step, why: str) -> tuple[
         said.append(f"activations are unknown and counted nowhere: {step.why}")
     elif step.note:
         said.append(step.note)
+    if (left := step.leaving()) is not None and left.longer > _WORTH_TELLING:
+        said.append(
+            f"with oracle_offload.train.offload_activations {format_size(left.host_bytes)} of the "
+            f"activations lie on the host and {format_size(left.device_bytes)} on the device: room "
+            f"for {left.longer:.1f} times the sequence"
+        )
     return tuple(said)
 
 

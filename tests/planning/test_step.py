@@ -193,6 +193,30 @@ def test_a_checkpointed_block_is_used_twice_more(reentrant: bool) -> None:
     assert step.used() == ({0, 1, 2, 3}, {0, 1, 2, 3})
 
 
+class Deep(Blocks):
+    """A dozen blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(12))
+
+
+def test_what_checkpoints_keep_may_leave_and_the_plan_says_what_that_buys() -> None:
+    given = dict(sample={"x": (32,)}, batch=64, targets="all-linear", rank=1, card=24, ram="64GB")
+    plan = oracle_offload.plan(Deep(), **given)
+    left, whole, state = plan.step.leaving(), plan.step.activations, 64 * 32 * 4
+    assert left is not None and whole is not None
+    # What forward leaves behind: an input of each block, and little more.
+    assert 12 * state <= left.host_bytes <= 16 * state
+    assert whole - 11 * state < left.device_bytes < whole - 6 * state
+    assert left.longer == whole / left.device_bytes > 1.2
+    (said,) = [text for text in plan.assumptions if "offload_activations" in text]
+    assert said.endswith(f"room for {left.longer:.1f} times the sequence")
+    plain = oracle_offload.plan(Deep(), **{**given, "checkpointing": False})
+    assert plain.step.leaving() is None, "nobody knows the largest of what is saved"
+    assert not [text for text in plain.assumptions if "offload_activations" in text]
+
+
 class Silent(Blocks):
     """Nobody can ask it that its input wants a gradient."""
 
