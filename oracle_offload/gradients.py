@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from .engines import DeviceState
 from .errors import OffloadError
 from .geometry import is_dense, tensor_bytes
 from .host.locked import LockedPool
-
-if TYPE_CHECKING:
-    from .layers.leaf import Leaf
 
 _HOST = torch.device("cpu")
 _MOST_TASKS = 64
@@ -366,6 +363,33 @@ class Gradients:
 # ---- where they meet ----
 
 
+class _Refuse(Function):
+    """Identity whose backward refuses: gradients of managed layers are differentiable once."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *grad_outputs: Tensor) -> Tensor:
+        """Compute; see the class."""
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise OffloadError(
+            "double backward through a managed layer is not supported: its weights are gone from "
+            "the device by then. Leave the layers that need it resident with ignore_modules=[...]."
+        )
+
+
+def refuse_double_backward(gradients: tuple[Any, ...], grad_output: Tensor) -> tuple[Any, ...]:
+    """Tie `gradients` of a backward under ``create_graph=True`` to a node that refuses."""
+    if not grad_output.requires_grad:
+        grad_output = grad_output.detach().requires_grad_()
+    refuse: Any = _Refuse.apply
+    return tuple(
+        refuse(gradient, grad_output) if isinstance(gradient, Tensor) else gradient
+        for gradient in gradients
+    )
+
+
 class _Landing(Function):
     """The node at which all gradients of a master meet, on the device.
 
@@ -374,7 +398,7 @@ class _Landing(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, master: Tensor, layer: Leaf) -> Tensor:
+    def forward(ctx: Any, master: Tensor, layer: Any) -> Tensor:
         ctx.gradients = layer.attachment.gradients
         ctx.is_added_to = False
         like = torch.empty((), dtype=master.dtype, device=ctx.gradients.device)
@@ -386,8 +410,6 @@ class _Landing(Function):
         (gradient,) = grad_outputs
         if not torch.is_grad_enabled():
             return ctx.gradients.land(ctx, gradient, True), None
-        from .layers.loan import refuse_double_backward
-
         with torch.no_grad():
             found = ctx.gradients.land(ctx, gradient.detach(), False)
         return refuse_double_backward((found, None), gradient)
@@ -396,21 +418,21 @@ class _Landing(Function):
 _landing: Any = super(Function, _Landing).apply
 
 
-def landing(layer: Leaf, master: Tensor) -> Tensor:
+def landing(layer: Any, master: Tensor) -> Tensor:
     """Return what stands for a trained master in the graph."""
     for known in (layer.landings, layer.state.landings):
-        found = known.get(id(master))
+        found: Tensor | None = known.get(id(master))
         # `torch.utils.swap_tensors` leaves the accumulation with what the master was.
         if found is not None and accumulator_of(found.grad_fn).variable is master:
             if known is not layer.landings:
                 layer.landings[id(master)] = found
             return found
     with torch.inference_mode(False), torch.enable_grad():
-        found = cast("Tensor", _landing(master, layer))
-    _watch(found.grad_fn)
-    layer.state.landings[id(master)] = found
-    layer.landings[id(master)] = found  # which keeps the master alive, and so the `id`
-    return found
+        made = cast("Tensor", _landing(master, layer))
+    _watch(made.grad_fn)
+    layer.state.landings[id(master)] = made
+    layer.landings[id(master)] = made  # which keeps the master alive, and so the `id`
+    return made
 
 
 def accumulator_of(node: Any) -> Any:

@@ -27,7 +27,12 @@ from ..autocast import cast_dtype, cast_input, cast_tensors
 from ..errors import NoRoomError, OffloadError, StaleWeightsError, no_room_error
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
-from ..gradients import landing, note_backward, note_trainable
+from ..gradients import (
+    landing,
+    note_backward,
+    note_trainable,
+    refuse_double_backward,
+)
 from .leaf import Leaf, Masters, Tensors, version_of
 from .swap import is_exporting, refuse_tracing, untraced
 
@@ -367,33 +372,6 @@ class Layer(Borrower, ABC):
             with self.profiled("backward"):
                 return self.lend(BACKWARD, _graph_task(), seconds, dtype, compute)
         return self.lend(BACKWARD, _graph_task(), seconds, dtype, compute)
-
-
-class _Refuse(Function):
-    """Identity whose backward refuses: gradients of managed layers are differentiable once."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *grad_outputs: Tensor) -> Tensor:
-        """Compute; see the class."""
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise OffloadError(
-            "double backward through a managed layer is not supported: its weights are gone from "
-            "the device by then. Leave the layers that need it resident with ignore_modules=[...]."
-        )
-
-
-def refuse_double_backward(gradients: tuple[Any, ...], grad_output: Tensor) -> tuple[Any, ...]:
-    """Tie `gradients` of a backward under ``create_graph=True`` to a node that refuses."""
-    if not grad_output.requires_grad:
-        grad_output = grad_output.detach().requires_grad_()
-    refuse: Any = _Refuse.apply
-    return tuple(
-        refuse(gradient, grad_output) if isinstance(gradient, Tensor) else gradient
-        for gradient in gradients
-    )
 
 
 def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Any:
