@@ -51,6 +51,8 @@ class Card:
 
     def behind(self, upstream: int) -> Card:
         """Return it where `upstream` cards share the link that theirs go through."""
+        if upstream == 1:
+            return self
         slow, fast = self.link_gbps
         return replace(self, link_gbps=(slow / upstream, fast / upstream), upstream=upstream)
 
