@@ -123,7 +123,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Let a failed test say on which schedule of the simulated driver it ran."""
     report = yield
-    simulator = sys.modules.get("oracle_offload.simulator")
+    simulator = sys.modules.get("oracle_offload.engine.simulator")
     if report.failed and simulator is not None and simulator.library.cache_info().currsize:
         report.sections.append(("simulated driver", f"schedule: {simulator.schedule_text()}"))
     return report

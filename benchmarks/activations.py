@@ -74,8 +74,9 @@ def run(model: str, size: int, card: Card, mode: str) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from oracle_offload import _core, simulator
-    from oracle_offload.engines import opened
+    from oracle_offload import _core
+    from oracle_offload.engine import simulator
+    from oracle_offload.engine.engines import opened
     from oracle_offload.train import ActivationOffload
 
     trace = trace_of(model, size, card, "bf16")

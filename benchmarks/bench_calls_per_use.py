@@ -28,7 +28,7 @@ CALLS = (
 
 def counted(round_of_uses: Callable[[], None], engine: Any) -> dict[str, float]:
     """Return the calls of one use by name, after as many rounds as it takes to settle."""
-    from oracle_offload import simulator
+    from oracle_offload.engine import simulator
 
     for _ in range(ROUNDS):
         round_of_uses()
@@ -53,7 +53,8 @@ def engine_alone(streamed: bool) -> dict[str, float]:
     """Count forward sweeps over all units; the arena holds two of them, or all."""
     import ctypes
 
-    from oracle_offload import _core, simulator
+    from oracle_offload import _core
+    from oracle_offload.engine import simulator
 
     nbytes = 1 << 16
     driver = ctypes.CDLL(str(simulator.library_path()))

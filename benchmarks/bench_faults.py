@@ -114,7 +114,7 @@ def same_steps(model: Any, resident: Any, device: str, steps: int = 3) -> int:
 def full_device(device: str) -> Iterator[None]:
     """Leave the device less memory than the arena needs."""
     if common.is_simulated(device):
-        from oracle_offload import simulator
+        from oracle_offload.engine import simulator
 
         with simulator.fault("cuEventRecord", 1, 2, lasting=True):
             yield

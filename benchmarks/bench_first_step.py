@@ -60,7 +60,7 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
 
 def link_gbps(nbytes: float, seconds: float, unit_bytes: float) -> float:
     """Return the rate at which so many bytes, unit by unit, take so long."""
-    from oracle_offload import simulator
+    from oracle_offload.engine import simulator
 
     latency_s = simulator.get_device(0).copy_latency_s * nbytes / unit_bytes
     return nbytes / (seconds - latency_s) * 1e-9
@@ -68,7 +68,7 @@ def link_gbps(nbytes: float, seconds: float, unit_bytes: float) -> float:
 
 def set_link(gbps: float) -> None:
     """Give the simulated device a link."""
-    from oracle_offload import simulator
+    from oracle_offload.engine import simulator
 
     device = simulator.get_device(0)
     device.link_gbps = gbps
@@ -82,9 +82,9 @@ def run(path: str | None, share: float) -> tuple[float, float, int, int]:
     from torch.utils.checkpoint import checkpoint
 
     import oracle_offload
-    from oracle_offload import simulator
-    from oracle_offload.kept import OFFLOADED
-    from oracle_offload.witness import Witness
+    from oracle_offload.engine import simulator
+    from oracle_offload.model.kept import OFFLOADED
+    from oracle_offload.model.witness import Witness
 
     torch.manual_seed(0)
     blocks = nn.ModuleList(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import oracle_offload
-from oracle_offload.heartbeat import EVERY_S, Heartbeat
+from oracle_offload.observe.heartbeat import EVERY_S, Heartbeat
 
 LAYERS, WRITES, LOOKS = 500, 50, 100_000
 

@@ -46,7 +46,7 @@ def compile_c(folder: Path) -> tuple[Path, Path]:
 @contextlib.contextmanager
 def null_driver() -> Iterator[Path]:
     """Make device "cpu" run over the null driver; yields the engine benchmark's folder."""
-    from oracle_offload import simulator
+    from oracle_offload.engine import simulator
 
     with tempfile.TemporaryDirectory() as folder:
         library, _ = compile_c(Path(folder))
@@ -200,7 +200,7 @@ def rows_of(
 @contextlib.contextmanager
 def nothing_is_small() -> Iterator[None]:
     """Let tensors of any size be lent."""
-    from oracle_offload import selection
+    from oracle_offload.model import selection
 
     with (
         mock.patch.object(selection, "SMALL_BYTES", 0),

@@ -66,8 +66,8 @@ def train(share: float, checkpointed: bool, interleave: bool) -> dict[str, Any]:
     from torch.utils.checkpoint import checkpoint
 
     import oracle_offload
-    from oracle_offload import simulator
-    from oracle_offload.witness import Witness
+    from oracle_offload.engine import simulator
+    from oracle_offload.model.witness import Witness
 
     torch.manual_seed(0)
     blocks = nn.ModuleList(

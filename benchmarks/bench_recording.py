@@ -33,7 +33,8 @@ def least_s(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 def flux_steps() -> tuple[Any, Callable[[], None], Callable[[], None]]:
     """Return an engine, what makes one step on it, and what closes it."""
-    from oracle_offload import _core, simulator
+    from oracle_offload import _core
+    from oracle_offload.engine import simulator
 
     engine = _core.Engine(str(simulator.library_path()), 0)
     stream = engine.compute_stream

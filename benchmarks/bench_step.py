@@ -30,7 +30,7 @@ def clock(device: str) -> Iterator[None]:
     import torch
 
     import oracle_offload
-    from oracle_offload import simulator
+    from oracle_offload.engine import simulator
 
     with contextlib.ExitStack() as held:
         if common.is_simulated(device):
@@ -138,7 +138,7 @@ def measure(runner: Any, device: str, manager: Any) -> tuple[dict[str, Any], lis
 
 def per_step(before: Any, after: Any, steps: int) -> dict[str, Any]:
     """Return the engine's counters of one step."""
-    from oracle_offload.traffic import stalls_of
+    from oracle_offload.model.traffic import stalls_of
 
     moved = {key: after[key] - before[key] for key in after if key != "units"}
     stalls, stall_s = stalls_of(moved)
@@ -227,8 +227,8 @@ class Compared:
 
         The step that is recorded for it runs on the device, and is not timed.
         """
-        from oracle_offload import simulator
-        from oracle_offload.replay import predict
+        from oracle_offload.engine import simulator
+        from oracle_offload.engine.replay import predict
 
         rates = {} if common.is_simulated(self.device) else common.measured_rates()
         said = {"predicted_from": "this card's link and rates" if rates else "a preset"}
@@ -266,7 +266,7 @@ def pictures(runner: Any, device: str, manager: Any) -> str:
     """Write the engine's timeline of one step and torch's trace of another; say what is missing."""
     import torch
 
-    from oracle_offload.views.timeline import timeline_svg
+    from oracle_offload.observe.timeline import timeline_svg
 
     timeline, trace = common.artifact("step-timeline.svg"), common.artifact("step-trace.json.gz")
     if timeline is None or trace is None:

@@ -61,7 +61,8 @@ def attempt(
 
 
 def measured_rates() -> dict[str, Any]:
-    """Return what the check has measured of this card, for `oracle_offload.simulator.Device`.
+    """Return what the check has measured of this card, for
+    `oracle_offload.engine.simulator.Device`.
 
     ``link_gbps`` is the fastest copy to the device of 16 MiB or more from registered memory;
     ``tflops``, ``memory_gbps`` and ``launch_s`` are the rows of `bench_rates`. Of the results at
@@ -91,7 +92,7 @@ def is_simulated(device: str) -> bool:
 def driver_path(device: str) -> str | None:
     """Return the driver library of `device`, None for the system's."""
     if is_simulated(device):
-        from oracle_offload import simulator
+        from oracle_offload.engine import simulator
 
         return str(simulator.library_path())
     return os.environ.get("ORACLE_OFFLOAD_DRIVER") or None
@@ -158,7 +159,7 @@ def does_not_fit(device: str, host_bytes: float, device_bytes: float) -> str:
 def synchronize(device: str) -> None:
     """Wait for all work of the device."""
     if is_simulated(device):
-        from oracle_offload import simulator
+        from oracle_offload.engine import simulator
 
         simulator.finish()
     else:

@@ -1,4 +1,4 @@
-"""What a step asks of its engine, recorded for `oracle_offload.replay`.
+"""What a step asks of its engine, recorded for `oracle_offload.engine.replay`.
 
 Kernels take what `SimulatedTime` says of the preset named by ORACLE_OFFLOAD_SIM_DEVICE.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from oracle_offload import simulator
-from oracle_offload.simulated_time import SimulatedTime
-from oracle_offload.witness import Witness
+from oracle_offload.engine import simulator
+from oracle_offload.engine.simulated_time import SimulatedTime
+from oracle_offload.model.witness import Witness
 
 
 class Meter(SimulatedTime):

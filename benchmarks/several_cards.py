@@ -82,7 +82,8 @@ def run(cell: Cell) -> dict[str, Any]:
     """Train on all cards of a cell at once; return what a step takes of the slowest of them."""
     import numpy as np
 
-    from oracle_offload import _core, simulator
+    from oracle_offload import _core
+    from oracle_offload.engine import simulator
 
     model, size, name, dtype = cell.training
     card = CARDS[name]

@@ -99,7 +99,8 @@ def run_engine(
     """
     import numpy as np
 
-    from oracle_offload import _core, simulator
+    from oracle_offload import _core
+    from oracle_offload.engine import simulator
 
     device = simulator.get_device(0)
     device.link_gbps, device.copy_latency_s = card.link_bps / 1e9, plans.COPY_LATENCY_S
@@ -153,7 +154,7 @@ def run_engine(
 
 
 def _play(engine: Any, visits: Sequence[Visit], members: Sequence[int], number: int) -> None:
-    from oracle_offload import simulator
+    from oracle_offload.engine import simulator
 
     stream = engine.compute_stream
     for visit in visits:

@@ -200,8 +200,8 @@ def time_step(step: Callable[[], object], device: str) -> float:
         step()
         torch.cuda.synchronize()
         return time.perf_counter() - begin
-    from oracle_offload import simulator
-    from oracle_offload.witness import Witness
+    from oracle_offload.engine import simulator
+    from oracle_offload.model.witness import Witness
 
     virtual = simulator.finish()
     with Witness(strict=False, clock=True):

@@ -22,8 +22,8 @@ import texts
 import torch
 
 import oracle_offload
-from oracle_offload.integrations import TrainerCallback, accumulate_in
-from oracle_offload.recipes.optimizers import make_optimizer
+from oracle_offload.train.integrations import TrainerCallback, accumulate_in
+from oracle_offload.train.recipes.optimizers import make_optimizer
 
 
 def train(args: argparse.Namespace) -> Path:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import oracle_offload
-from oracle_offload.recipes import OPTIMIZERS
-from oracle_offload.recipes.attention import AttentionBackends
-from oracle_offload.recipes.checkpointing import set_checkpointing
-from oracle_offload.recipes.mixed_precision import MixedPrecision
-from oracle_offload.recipes.optimizers import make_optimizer, state_bytes
+from oracle_offload.train.recipes import OPTIMIZERS
+from oracle_offload.train.recipes.attention import AttentionBackends
+from oracle_offload.train.recipes.checkpointing import set_checkpointing
+from oracle_offload.train.recipes.mixed_precision import MixedPrecision
+from oracle_offload.train.recipes.optimizers import make_optimizer, state_bytes
 
 ATTENTION = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -12,8 +12,8 @@ import torch
 from shared import BadInput, Training
 from torch import Tensor
 
-from oracle_offload.recipes.lengths import LengthBuckets
-from oracle_offload.recipes.long_sequences import Chunk, chunks_of, declared, next_token_loss
+from oracle_offload.train.recipes.lengths import LengthBuckets
+from oracle_offload.train.recipes.long_sequences import Chunk, chunks_of, declared, next_token_loss
 
 PADDING = -100
 

@@ -14,109 +14,109 @@ __version__ = "0.1.0"
 
 # Public name -> the module that defines it. One line per name: this table is the public API.
 _PUBLIC = {
-    "AdaptiveBatch": "survive.adaptive_batch",
-    "BatchResult": "survive.batch_size",
-    "Checkpoint": "survive.checkpoint",
-    "Cleanup": "survive.memory",
-    "CopyCounter": "survive.copies",
+    "AdaptiveBatch": "train.survive.adaptive_batch",
+    "BatchResult": "train.survive.batch_size",
+    "Checkpoint": "train.survive.checkpoint",
+    "Cleanup": "train.survive.memory",
+    "CopyCounter": "train.survive.copies",
     "DriverError": "errors",
-    "FirstStepProof": "survive.proof",
-    "Idle": "survive.idle",
-    "IdleAlarm": "survive.idle",
+    "FirstStepProof": "train.survive.proof",
+    "Idle": "train.survive.idle",
+    "IdleAlarm": "train.survive.idle",
     "MemoryManager": "manager",
-    "MemoryReport": "views.summary",
-    "Meter": "meter",
-    "MetricsFile": "metrics",
-    "MetricsRun": "metrics",
+    "MemoryReport": "observe.summary",
+    "Meter": "observe.meter",
+    "MetricsFile": "observe.metrics",
+    "MetricsRun": "observe.metrics",
     "NoRoomError": "errors",
     "OffloadError": "errors",
-    "OomReport": "explain",
+    "OomReport": "diagnose.explain",
     "Plan": "planning",
-    "PressureMonitor": "survive.pressure",
-    "Recorder": "recorder",
-    "Recording": "views.recording",
+    "PressureMonitor": "train.survive.pressure",
+    "Recorder": "observe.recorder",
+    "Recording": "observe.recording",
     "StaleWeightsError": "errors",
-    "ThermalPause": "survive.thermal",
-    "VramManager": "survive.vram_manager",
-    "WorkerBudget": "survive.workers",
-    "accumulate": "micro_batches.accumulate",
+    "ThermalPause": "train.survive.thermal",
+    "VramManager": "train.survive.vram_manager",
+    "WorkerBudget": "train.survive.workers",
+    "accumulate": "train.micro_batches.accumulate",
     "attach": "manager",
-    "build_info": "build_record",
-    "cleanup": "survive.memory",
-    "configure_allocator": "doctor.allocator",
-    "emergency_minimal_operations": "survive.attempts",
+    "build_info": "host.build_record",
+    "cleanup": "train.survive.memory",
+    "configure_allocator": "diagnose.doctor.allocator",
+    "emergency_minimal_operations": "train.survive.attempts",
     "empty_weights": "disk.empty",
-    "explain_oom": "explain",
-    "explained_oom": "explain",
-    "find_batch_size": "survive.batch_size",
-    "first_step_proof": "survive.proof",
-    "from_pretrained": "disk.pretrained",
-    "get_detailed_memory_info": "survive.memory",
-    "is_oom": "explain",
-    "memory_summary": "views.summary",
-    "phase": "recorder",
+    "explain_oom": "diagnose.explain",
+    "explained_oom": "diagnose.explain",
+    "find_batch_size": "train.survive.batch_size",
+    "first_step_proof": "train.survive.proof",
+    "from_pretrained": "train.pretrained",
+    "get_detailed_memory_info": "train.survive.memory",
+    "is_oom": "diagnose.explain",
+    "memory_summary": "observe.summary",
+    "phase": "observe.recorder",
     "plan": "planning",
-    "read_metrics": "metrics",
-    "read_recording": "views.recording",
-    "record": "recorder",
+    "read_metrics": "observe.metrics",
+    "read_recording": "observe.recording",
+    "record": "observe.recorder",
     "save_weights": "disk.saving",
-    "set_memory_fraction": "survive.memory",
-    "track_copies": "survive.copies",
-    "worker_budgets": "survive.workers",
+    "set_memory_fraction": "train.survive.memory",
+    "track_copies": "train.survive.copies",
+    "worker_budgets": "train.survive.workers",
 }
 
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
 
 if TYPE_CHECKING:
-    from .build_record import build_info as build_info
+    from .diagnose.doctor.allocator import configure_allocator as configure_allocator
+    from .diagnose.explain import OomReport as OomReport
+    from .diagnose.explain import explain_oom as explain_oom
+    from .diagnose.explain import explained_oom as explained_oom
+    from .diagnose.explain import is_oom as is_oom
     from .disk.empty import empty_weights as empty_weights
-    from .disk.pretrained import from_pretrained as from_pretrained
     from .disk.saving import save_weights as save_weights
-    from .doctor.allocator import configure_allocator as configure_allocator
     from .errors import DriverError as DriverError
     from .errors import NoRoomError as NoRoomError
     from .errors import OffloadError as OffloadError
     from .errors import StaleWeightsError as StaleWeightsError
-    from .explain import OomReport as OomReport
-    from .explain import explain_oom as explain_oom
-    from .explain import explained_oom as explained_oom
-    from .explain import is_oom as is_oom
+    from .host.build_record import build_info as build_info
     from .manager import MemoryManager as MemoryManager
     from .manager import attach as attach
-    from .meter import Meter as Meter
-    from .metrics import MetricsFile as MetricsFile
-    from .metrics import MetricsRun as MetricsRun
-    from .metrics import read_metrics as read_metrics
-    from .micro_batches.accumulate import accumulate as accumulate
+    from .observe.meter import Meter as Meter
+    from .observe.metrics import MetricsFile as MetricsFile
+    from .observe.metrics import MetricsRun as MetricsRun
+    from .observe.metrics import read_metrics as read_metrics
+    from .observe.recorder import Recorder as Recorder
+    from .observe.recorder import phase as phase
+    from .observe.recorder import record as record
+    from .observe.recording import Recording as Recording
+    from .observe.recording import read_recording as read_recording
+    from .observe.summary import MemoryReport as MemoryReport
+    from .observe.summary import memory_summary as memory_summary
     from .planning import Plan as Plan
     from .planning import plan as plan
-    from .recorder import Recorder as Recorder
-    from .recorder import phase as phase
-    from .recorder import record as record
-    from .survive.adaptive_batch import AdaptiveBatch as AdaptiveBatch
-    from .survive.attempts import emergency_minimal_operations as emergency_minimal_operations
-    from .survive.batch_size import BatchResult as BatchResult
-    from .survive.batch_size import find_batch_size as find_batch_size
-    from .survive.checkpoint import Checkpoint as Checkpoint
-    from .survive.copies import CopyCounter as CopyCounter
-    from .survive.copies import track_copies as track_copies
-    from .survive.idle import Idle as Idle
-    from .survive.idle import IdleAlarm as IdleAlarm
-    from .survive.memory import Cleanup as Cleanup
-    from .survive.memory import cleanup as cleanup
-    from .survive.memory import get_detailed_memory_info as get_detailed_memory_info
-    from .survive.memory import set_memory_fraction as set_memory_fraction
-    from .survive.pressure import PressureMonitor as PressureMonitor
-    from .survive.proof import FirstStepProof as FirstStepProof
-    from .survive.proof import first_step_proof as first_step_proof
-    from .survive.thermal import ThermalPause as ThermalPause
-    from .survive.vram_manager import VramManager as VramManager
-    from .survive.workers import WorkerBudget as WorkerBudget
-    from .survive.workers import worker_budgets as worker_budgets
-    from .views.recording import Recording as Recording
-    from .views.recording import read_recording as read_recording
-    from .views.summary import MemoryReport as MemoryReport
-    from .views.summary import memory_summary as memory_summary
+    from .train.micro_batches.accumulate import accumulate as accumulate
+    from .train.pretrained import from_pretrained as from_pretrained
+    from .train.survive.adaptive_batch import AdaptiveBatch as AdaptiveBatch
+    from .train.survive.attempts import emergency_minimal_operations as emergency_minimal_operations
+    from .train.survive.batch_size import BatchResult as BatchResult
+    from .train.survive.batch_size import find_batch_size as find_batch_size
+    from .train.survive.checkpoint import Checkpoint as Checkpoint
+    from .train.survive.copies import CopyCounter as CopyCounter
+    from .train.survive.copies import track_copies as track_copies
+    from .train.survive.idle import Idle as Idle
+    from .train.survive.idle import IdleAlarm as IdleAlarm
+    from .train.survive.memory import Cleanup as Cleanup
+    from .train.survive.memory import cleanup as cleanup
+    from .train.survive.memory import get_detailed_memory_info as get_detailed_memory_info
+    from .train.survive.memory import set_memory_fraction as set_memory_fraction
+    from .train.survive.pressure import PressureMonitor as PressureMonitor
+    from .train.survive.proof import FirstStepProof as FirstStepProof
+    from .train.survive.proof import first_step_proof as first_step_proof
+    from .train.survive.thermal import ThermalPause as ThermalPause
+    from .train.survive.vram_manager import VramManager as VramManager
+    from .train.survive.workers import WorkerBudget as WorkerBudget
+    from .train.survive.workers import worker_budgets as worker_budgets
 
 
 def _not_built() -> ImportError:
@@ -153,8 +153,8 @@ def load_ipython_extension(ipython: object) -> None:
 
     See docs/notebook.md.
     """
-    from . import notebook
-    from .explain import hooks
+    from .diagnose.explain import hooks
+    from .observe import notebook
 
     notebook.load(ipython)
     hooks.load_ipython_extension(ipython)
@@ -162,8 +162,8 @@ def load_ipython_extension(ipython: object) -> None:
 
 def unload_ipython_extension(ipython: object) -> None:
     """Undo `load_ipython_extension`."""
-    from . import notebook
-    from .explain import hooks
+    from .diagnose.explain import hooks
+    from .observe import notebook
 
     notebook.unload(ipython)
     hooks.unload_ipython_extension(ipython)

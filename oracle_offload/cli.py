@@ -22,9 +22,7 @@ _CHECK = (*_DONE, Exit.CHECK_FAILED)
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command; each subcommand sets `run(args) -> exit code`."""
-    from . import demo
-    from .aitoolkit import command as aitoolkit
-    from .commands import bench, cache, doctor, explain, plan, report, watch
+    from .commands import aitoolkit, bench, cache, demo, doctor, explain, plan, report, watch
 
     table: tuple[tuple[str, ModuleType, str, tuple[Exit, ...]], ...] = (
         ("demo", demo, "train a Flux transformer offloaded and resident", _ALL),

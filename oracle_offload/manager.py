@@ -14,10 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import _core, admission, answers, heartbeat, masters, other_libraries, selection
-from .answers import Answers
-from .attachment import Attachment, close_leftovers
-from .budget import Budget
+from . import _core
 from .compress.choice import (
     Expected,
     HostRoom,
@@ -30,32 +27,37 @@ from .compress.choice import (
     staging_bytes,
 )
 from .compress.steps import Pace, StepRecord, key_of
-from .devices import parse_device
-from .disk.loading import Loading
 from .disk.quantising import Quantize
-from .engines import DeviceState, open_state, opened
+from .engine.devices import parse_device
+from .engine.engines import DeviceState, open_state, opened
+from .engine.geometry import aligned, stored_bytes, unit_bytes
+from .engine.optimizer_states import note_moved
 from .errors import OffloadError
-from .foreign_hooks import refuse_weight_movers
-from .geometry import aligned, stored_bytes, unit_bytes
 from .host import memory
-from .kept import Kept, Unit
+from .host.sizes import format_size, parse_size
+from .host.terminal import printable
 from .layers.any import find_wrappers, wrap
 from .layers.formats import unknown_format
 from .layers.leaf import Leaf
-from .optimizer_states import note_moved
-from .order import OrderFile
-from .residents import (
+from .model import admission, answers, masters, other_libraries, selection
+from .model.answers import Answers
+from .model.attachment import Attachment, close_leftovers
+from .model.budget import Budget
+from .model.foreign_hooks import refuse_weight_movers
+from .model.kept import Kept, Unit
+from .model.loading import Loading
+from .model.order import OrderFile
+from .model.residents import (
     Resident,
     list_residents,
     move_residents,
     resident_bytes,
     unmanaged_parameters,
 )
-from .selection import Chosen, group_units, least_bytes, place_bytes
-from .sharing import Share, together
-from .sizes import format_size, parse_size
-from .structure import Structure
-from .views.terminal import printable
+from .model.selection import Chosen, group_units, least_bytes, place_bytes
+from .model.sharing import Share, together
+from .model.structure import Structure
+from .observe import heartbeat
 
 logger = logging.getLogger("oracle_offload")
 
@@ -232,7 +234,7 @@ class MemoryManager:
 
     def memory_summary(self, abbreviated: bool = False) -> Any:
         """Return the `MemoryReport` of this model."""
-        from .views.summary import memory_summary
+        from .observe.summary import memory_summary
 
         return memory_summary(self.device, abbreviated, model=self.structure.module)
 

@@ -84,7 +84,7 @@ def waited_for() -> int:
 
 def simulated_device() -> Any:
     """Return what the first simulated device is like; None where no simulator was loaded."""
-    simulator = sys.modules.get("oracle_offload.simulator")
+    simulator = sys.modules.get("oracle_offload.engine.simulator")
     loaded = simulator is not None and simulator.library.cache_info().currsize
     return simulator.get_device() if simulator is not None and loaded else None
 

@@ -16,11 +16,11 @@ from textwrap import wrap
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from oracle_offload.explain.cause import TITLES, where  # noqa: E402
-from oracle_offload.explain.facts import FACT_TITLES, compiled  # noqa: E402
-from oracle_offload.explain.fixes import CATALOGUE, PLANS  # noqa: E402
-from oracle_offload.explain.parse import Finding, find, unwrap  # noqa: E402
-from oracle_offload.explain.templates import (  # noqa: E402
+from oracle_offload.diagnose.explain.cause import TITLES, where  # noqa: E402
+from oracle_offload.diagnose.explain.facts import FACT_TITLES, compiled  # noqa: E402
+from oracle_offload.diagnose.explain.fixes import CATALOGUE, PLANS  # noqa: E402
+from oracle_offload.diagnose.explain.parse import Finding, find, unwrap  # noqa: E402
+from oracle_offload.diagnose.explain.templates import (  # noqa: E402
     DEVICE_BACKENDS,
     PROOF,
     SUSPICION,

@@ -6,8 +6,8 @@
     python tools/mutate_python.py --seed gate --remember
     python tools/mutate_python.py --all --resume         # every mutant; go on where it was stopped
     python tools/mutate_python.py --only oracle_offload/manager.py:210
-    python tools/mutate_python.py --only oracle_offload/sizes.py --tests tests/unit/test_sizes.py
-    python tools/mutate_python.py --list
+    python tools/mutate_python.py --only oracle_offload/host/sizes.py --tests
+    tests/unit/test_sizes.py python tools/mutate_python.py --list
 
 tools/mutants_python.py and tools/mutants_binding.py find the mutants, mechanically. First the tests
 run once, of a parametrized one the first, the middle and the last case, and the others while they
@@ -95,7 +95,7 @@ WITHOUT = ("test_conformance", "test_gpu_tools", "test_package", "test_soak")
 BINDING_TESTS = tuple(
     f"tests/unit/test_{name}" for name in ("binding", "coded", "driver_messages", "host_buffer")
 )
-BINDING_USER = "oracle_offload/engines.py"
+BINDING_USER = "oracle_offload/engine/engines.py"
 LIFE = "tests/unit/binding_life.py"
 LIFE_S = 60.0
 COLLECTION_S = 60.0  # in which the tests must be found

@@ -29,7 +29,7 @@ SETTLE_MS = 100
 LEAST = 100  # as high as this is a page that is not laid out yet
 
 CELLS = (
-    "%load_ext oracle_offload.explain",
+    "%load_ext oracle_offload.diagnose.explain",
     "import torch\n\nweights = torch.empty(1 << 45)",
     "from oracle_offload import explain_oom\n\nexplain_oom(open('train.log').read())",
 )
@@ -168,9 +168,9 @@ def terminal() -> str:
     from summary_page import trained
 
     from oracle_offload import Meter
-    from oracle_offload.heartbeat import pulse
-    from oracle_offload.views.live import Live
-    from oracle_offload.views.screen import Screen
+    from oracle_offload.observe.heartbeat import pulse
+    from oracle_offload.observe.live import Live
+    from oracle_offload.observe.screen import Screen
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -194,7 +194,7 @@ def summary() -> str:
 
     from summary_page import trained
 
-    from oracle_offload.views.summary import MemoryReport
+    from oracle_offload.observe.summary import MemoryReport
 
     with trained("link") as manager:
         report: MemoryReport = manager.memory_summary()
@@ -228,7 +228,7 @@ def main(arguments: list[str]) -> int:
     folder = (Path(arguments[0]) if arguments else ROOT / "docs" / "images").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(ROOT))
-    from oracle_offload.explain import explain_oom
+    from oracle_offload.diagnose.explain import explain_oom
 
     browser = Browser()
     flux = [ROOT / "docs/images" / f"demo-timeline{part}.svg" for part in ("", "-part")]

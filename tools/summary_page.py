@@ -32,7 +32,7 @@ def trained(name: str, after_step: Callable[[], object] = lambda: None) -> Itera
     from torch import nn
 
     import oracle_offload
-    from oracle_offload import simulator
+    from oracle_offload.engine import simulator
 
     link_gbps, host_s = DEVICES[name]
 

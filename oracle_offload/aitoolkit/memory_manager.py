@@ -14,14 +14,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .. import manager, selection
-from ..attachment import Attachment
-from ..kept import OFFLOADED
+from .. import manager
+from ..engine.optimizer_states import note_moved
 from ..layers.kinds import layer_type
 from ..layers.swap import is_managed
-from ..masters import trim_heap
-from ..optimizer_states import note_moved
-from ..residents import move_residents
+from ..model import selection
+from ..model.attachment import Attachment
+from ..model.kept import OFFLOADED
+from ..model.masters import trim_heap
+from ..model.residents import move_residents
 from .run_folder import find_run_folder
 from .self_streaming import keep_in_place, let_move
 from .together import follow_setting

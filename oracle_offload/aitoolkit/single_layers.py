@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .. import manager, selection
+from .. import manager
 from ..layers.kinds import layer_type
 from ..layers.swap import HANDLE, is_managed, swap_in, swap_out
+from ..model import selection
 from .memory_manager import mark, mark_layer, unmark
 
 # AI-Toolkit's table of streams by device. There is none here to forget: engines are shared, and

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import OffloadError
-from ..micro_batches.accumulate import accumulate
+from ..train.micro_batches.accumulate import accumulate
 from .run_folder import find_trainer
 
 SETTING = "layer_offloading_accumulate"  # of the section `model`

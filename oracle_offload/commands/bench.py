@@ -15,10 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..metrics import read_metrics
-from ..sizes import format_size
-from ..views.schema import schema
-from ..views.terminal import FileError, naming, put
+from ..host.schema import schema
+from ..host.sizes import format_size
+from ..host.terminal import FileError, naming, put
+from ..observe.metrics import read_metrics
 from .exits import Exit
 
 DESCRIPTION = """\

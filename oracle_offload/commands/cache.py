@@ -11,9 +11,9 @@ from pathlib import Path
 from ..host.cache import folder
 from ..host.owned import check_folder
 from ..host.processes import is_alive
-from ..sizes import format_size, parse_size
-from ..views.live import pid_of
-from ..views.terminal import FileError, naming, put
+from ..host.sizes import format_size, parse_size
+from ..host.terminal import FileError, naming, put
+from ..observe.live import pid_of
 from .exits import Exit
 
 DESCRIPTION = """\

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..views.terminal import FileError, naming, show
+from ..host.terminal import FileError, naming, show
 from .exits import Exit
 
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Exit:
     """Run the command."""
-    from ..doctor import examine
+    from ..diagnose.doctor import examine
 
     if sys.stderr.isatty():
         print("examining, which imports torch once ...", end="\r", file=sys.stderr, flush=True)

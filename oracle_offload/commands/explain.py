@@ -1,11 +1,11 @@
-"""The command `explain`: what it takes; `oracle_offload.explain.command` runs it."""
+"""The command `explain`: what it takes; `oracle_offload.diagnose.explain.command` runs it."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from ..views.terminal import FileError
+from ..host.terminal import FileError
 from .exits import Exit
 
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Exit:
     """Run the command."""
-    from ..explain import command
+    from ..diagnose.explain import command
 
     try:
         return Exit.OK if command.run(args) else Exit.CHECK_FAILED

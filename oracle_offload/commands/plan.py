@@ -7,8 +7,8 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from ..views.patience import Patience, quiet_libraries
-from ..views.terminal import FileError, naming, printable, put, show
+from ..host.patience import Patience, quiet_libraries
+from ..host.terminal import FileError, naming, printable, put, show
 from .exits import Exit
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..views.terminal import FileError, naming, put, show
+from ..host.terminal import FileError, naming, put, show
 from .exits import Exit
 
 if TYPE_CHECKING:
-    from ..explain import OomReport
-    from ..views.run_report import Comparison, RunReport
-    from ..views.snapshot import SnapshotReport
+    from ..diagnose.explain import OomReport
+    from ..observe.memory_holders import SnapshotReport
+    from ..observe.run_report import Comparison, RunReport
 
 _MOST_FIRST_LINE = 1 << 20
 _WANTED = (
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> Exit:
 
 
 def _compared(before: str, after: str) -> Comparison:
-    from ..views.run_report import Comparison, RunReport
+    from ..observe.run_report import Comparison, RunReport
 
     reports: list[RunReport] = []
     for path in (before, after):
@@ -73,15 +73,15 @@ def _compared(before: str, after: str) -> Comparison:
 
 def _read(path: str) -> RunReport | OomReport | SnapshotReport:
     """Return the report of a file, by its first byte or by what stands in its first line."""
-    from ..explain.pipeline import explain
-    from ..explain.reading import read_excerpt
-    from ..metrics import SCHEMA as METRICS
-    from ..metrics import read_metrics
-    from ..snapshot_file import FIRST_BYTE, held, read_snapshot
-    from ..views.recording import SCHEMA as RECORDING
-    from ..views.recording import read_recording
-    from ..views.run_report import of_metrics, of_recording
-    from ..views.snapshot import SnapshotReport
+    from ..diagnose.explain.pipeline import explain
+    from ..diagnose.explain.reading import read_excerpt
+    from ..observe.memory_holders import SnapshotReport
+    from ..observe.metrics import SCHEMA as METRICS
+    from ..observe.metrics import read_metrics
+    from ..observe.recording import SCHEMA as RECORDING
+    from ..observe.recording import read_recording
+    from ..observe.run_report import of_metrics, of_recording
+    from ..observe.snapshot_file import FIRST_BYTE, held, read_snapshot
 
     with naming("read", path):
         with open(path, "rb") as file:

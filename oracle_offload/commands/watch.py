@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ..host.cache import folder
 from ..host.sensors import Sensors
-from ..views.live import Live, heartbeats, path_of, ranks_beside, read
-from ..views.terminal import FileError, columns, naming, obeys, put, show, wants_color
+from ..host.terminal import FileError, columns, naming, obeys, put, show, wants_color
+from ..observe.live import Live, heartbeats, path_of, ranks_beside, read
 from .exits import Exit
 
 EVERY_S = 1.0
@@ -86,7 +86,7 @@ def _viewer(as_json: bool, once: bool) -> Iterator[Callable[[Live], None]]:
         )
         return
     try:
-        from ..views.screen import Screen
+        from ..observe.screen import Screen
     except ImportError:  # rich is not there
         yield _show_over
         return

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from .. import _core
 from .._core import HostBuffer
+from ..engine.geometry import aligned, is_dense, tensor_bytes
+from ..engine.replay import predict_elsewhere
 from ..errors import OffloadError
-from ..geometry import aligned, is_dense, tensor_bytes
-from ..kept import OFFLOADED, Kept, Unit, distinct, host_limit, keep
-from ..masters import Files
-from ..replay import predict_elsewhere
-from ..selection import Chosen
-from ..sizes import format_size
+from ..host.sizes import format_size
+from ..model.kept import OFFLOADED, Kept, Unit, distinct, host_limit, keep
+from ..model.masters import Files
+from ..model.selection import Chosen
 from .coder import Coder, kind_of, pays
 from .steps import Pace
 from .store import user_store

@@ -5,7 +5,7 @@ has a Parameter that is read from a file of the cache: a private mapping, of a f
 can write and nobody writes twice. It is not one of the checkpoint that the weights came from, which
 may be overwritten at any time, by a program that saves the model where it was loaded from, say.
 Reading it brings pages of the file to memory, which the system takes back when it likes; writing it
-copies the page, which `oracle_offload.coded` notices.
+copies the page, which `oracle_offload.engine.coded` notices.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .. import _core
 from .._core import HostBuffer
 from ..disk.origin import Origin
 from ..disk.reading import memory
+from ..engine.geometry import contiguous_stride, is_dense, tensor_bytes
 from ..errors import OffloadError
-from ..geometry import contiguous_stride, is_dense, tensor_bytes
 from ..host.ranks import on_all
-from ..sizes import format_size
+from ..host.sizes import format_size
 from .store import CODED, RAW, Store
 
 if TYPE_CHECKING:
-    from ..masters import Files
-    from ..sharing import Share
+    from ..model.masters import Files
+    from ..model.sharing import Share
 
 logger = logging.getLogger("oracle_offload")
 

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .. import simulator
-from ..attachment import Attachment
-from ..engines import DeviceState
-from ..remembered import Rows
-from ..selection import Chosen
-from ..views.schema import schema
-from ..views.verdict import judge
+from ..engine import simulator
+from ..engine.engines import DeviceState
+from ..host.remembered import Rows
+from ..host.schema import schema
+from ..model.attachment import Attachment
+from ..model.selection import Chosen
+from ..observe.verdict import judge
 
 logger = logging.getLogger("oracle_offload")
 

@@ -20,7 +20,7 @@ from .._core import HostBuffer
 from ..disk.origin import map_private
 from ..host.cache import folder
 from ..host.owned import ForeignError, check_folder, create_own, make_folder, open_own
-from ..sizes import GIB, format_size
+from ..host.sizes import GIB, format_size
 
 logger = logging.getLogger("oracle_offload")
 

@@ -10,8 +10,8 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 import torch
 from torch import Tensor
 
-from ..geometry import tensor_bytes
-from ..sizes import MIB
+from ..engine.geometry import tensor_bytes
+from ..host.sizes import MIB
 from .checkpoint import WeightFile
 
 THREADS = 4

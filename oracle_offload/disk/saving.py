@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engine.geometry import memory_of, tensor_bytes
 from ..errors import OffloadError
-from ..geometry import memory_of, tensor_bytes
 from ..host.replace import Sink, replace_file
-from ..sizes import parse_size
+from ..host.sizes import parse_size
 from .checkpoint import INDEX_SUFFIX, SUFFIX, read_index
 from .header import write_header
 from .reading import BLOCK_BYTES, memory

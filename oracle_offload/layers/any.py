@@ -27,21 +27,21 @@ from torch import Tensor, nn
 from torch.autograd import Function, profiler
 
 from .._core import BACKWARD, Taken
-from ..autocast import saving
+from ..engine.exemption import exempt
+from ..engine.geometry import count_writes, is_dense, tensor_bytes
+from ..engine.locks import Lock
 from ..errors import OffloadError
-from ..exemption import exempt
-from ..geometry import count_writes, is_dense, tensor_bytes
-from ..gradients import landing, note_backward, note_trainable
-from ..locks import Lock
+from .autocast import saving
 from .compiled import Whole
 from .flatten import is_wrapper, value_at
+from .gradients import landing, note_backward, note_trainable
 from .handle import Handle, Readable
 from .leaf import Masters, Tensors, version_of
 from .loan import forward_kind, once_differentiable
 from .swap import HANDLE, base_class, swap_in, weight_lists
 
 if TYPE_CHECKING:
-    from ..structure import Structure
+    from ..model.structure import Structure
 
 _graph_task = torch._C._current_graph_task_id
 _autograd: Any = torch._C._autograd

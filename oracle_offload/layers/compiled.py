@@ -33,9 +33,9 @@ from torch.autograd import Function
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..autocast import cast_dtype, computing_in, saving
+from ..engine.operators import operator_of
 from ..errors import OffloadError, StaleWeightsError
-from ..operators import operator_of
+from .autocast import cast_dtype, computing_in, saving
 from .swap import HANDLE, base_class, is_exporting, refuse_tracing
 from .traced import (
     Numbered,
@@ -51,7 +51,7 @@ from .traced import (
 )
 
 if TYPE_CHECKING:
-    from ..structure import Structure
+    from ..model.structure import Structure
 
 _HOW = "Tensor[] given, Tensor[] own, Tensor key, bool[] needs, str call, SymInt[] numbers"
 _FORWARD = f"({_HOW}, ScalarType? dtype, int example) -> Tensor"

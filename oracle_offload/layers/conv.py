@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..autocast import cast_dtype, cast_input
 from . import traced
+from .autocast import cast_dtype, cast_input
 from .leaf import Tensors
 from .loan import Needs, node_of
 from .swap import untraced

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..engine.exemption import exempt
+from ..engine.geometry import tensor_bytes
 from ..errors import NoRoomError, OffloadError
-from ..exemption import exempt
-from ..geometry import tensor_bytes
 from . import traced
 from .leaf import Tensors
 from .loan import Cast, Compute, Needs, node_of
@@ -23,7 +23,7 @@ from .swap import untraced
 from .traced import WithInherited
 
 if TYPE_CHECKING:
-    from ..structure import Structure
+    from ..model.structure import Structure
 
 _from_dlpack = torch._C._from_dlpack
 _backward = torch.ops.aten.embedding_backward

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..geometry import memory_of, tensor_bytes
+from ..engine.geometry import memory_of, tensor_bytes
 
 _PLAIN = (Tensor, nn.Parameter)
 

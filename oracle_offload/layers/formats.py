@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..exemption import exempt
+from ..engine.exemption import exempt
 from .flatten import class_name, is_wrapper, value_at
 from .swap import base_class
 

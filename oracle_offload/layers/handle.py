@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.autograd import Function, profiler
 
 from .._core import BACKWARD, Taken
+from ..engine.exemption import exempt
+from ..engine.geometry import tensor_bytes
+from ..engine.operators import note_autocast, operator_of, run_in_mode, tensors_in
 from ..errors import NoRoomError, OffloadError
-from ..exemption import exempt
-from ..geometry import tensor_bytes
-from ..gradients import landing, note_backward, note_trainable
-from ..operators import note_autocast, operator_of, run_in_mode, tensors_in
+from .gradients import landing, note_backward, note_trainable
 from .leaf import Masters, Tensors, version_of
 from .loan import Borrower, forward_kind, once_differentiable
 

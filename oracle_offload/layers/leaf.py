@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..engines import Layout
+from ..engine.engines import Layout
+from ..engine.geometry import count_writes, is_dense, tensor_bytes
 from ..errors import OffloadError
-from ..geometry import count_writes, is_dense, tensor_bytes
 from .swap import casts_layerwise, is_managed
 
 if TYPE_CHECKING:
-    from ..coded import CodedMaster
-    from ..engines import DeviceState
-    from ..structure import Structure
+    from ..engine.coded import CodedMaster
+    from ..engine.engines import DeviceState
+    from ..model.structure import Structure
 
 _MAX_VIEWS = 16  # addresses remembered per leaf; placement repeats in the steady state
 

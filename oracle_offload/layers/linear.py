@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..autocast import cast_requires_grad
 from . import traced
+from .autocast import cast_requires_grad
 from .leaf import Tensors
 from .loan import Needs, node_of
 from .traced import Traced

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad, profiler
 
 from .._core import BACKWARD, FORWARD, RECOMPUTE, RECORDED
-from ..autocast import cast_dtype, cast_input, cast_tensors
+from ..engine.exemption import exempt
+from ..engine.geometry import is_dense, tensor_bytes
 from ..errors import NoRoomError, OffloadError, StaleWeightsError, no_room_error
-from ..exemption import exempt
-from ..geometry import is_dense, tensor_bytes
-from ..gradients import (
+from .autocast import cast_dtype, cast_input, cast_tensors
+from .gradients import (
     landing,
     note_backward,
     note_trainable,

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..autocast import cast_dtype, computing_in, saving
+from ..engine.exemption import exempt
+from ..engine.geometry import is_dense, tensor_bytes
+from ..engine.operators import autocast_reaches_kernels, note_autocast
 from ..errors import OffloadError
-from ..exemption import exempt
-from ..geometry import is_dense, tensor_bytes
-from ..gradients import landing, note_trainable
-from ..operators import autocast_reaches_kernels, note_autocast
 from . import traced
+from .autocast import cast_dtype, computing_in, saving
 from .flatten import Copy, Places, copy_tables, is_wrapper, plain_tensors, value_at
 from .formats import Format, format_of
+from .gradients import landing, note_trainable
 from .handle import WantsMemory, WasWritten, handles_of, lent, trained, with_memory
 from .leaf import Masters, Tensors, version_of
 from .loan import Cast, Needs, forward_kind, node_of
@@ -35,7 +35,7 @@ from .swap import base_class, is_managed, untraced
 from .traced import Traced, computed_weight_error
 
 if TYPE_CHECKING:
-    from ..structure import Structure
+    from ..model.structure import Structure
 
 _LARGEST_TABLE = 4096  # bytes
 _graph_task = torch._C._current_graph_task_id

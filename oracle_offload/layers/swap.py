@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
+from ..engine.exemption import exempt
 from ..errors import OffloadError
-from ..exemption import exempt
 from .flatten import is_wrapper
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ ENTRY_METHODS = ("forward", "__call__", "encode", "decode", "forward_features")
 _OTHER_ENTRY = re.compile(r"forward.*|generate|get_\w+_features")
 HANDLE = "_layer_memory_manager"
 _BASE = "_oracle_offload_base"
-ANSWERS_FOR = "_oracle_offload_answers_for"  # the class below; see `oracle_offload.answers`
+ANSWERS_FOR = "_oracle_offload_answers_for"  # the class below; see `oracle_offload.model.answers`
 
 
 def _is_tracing_for_export() -> bool:
@@ -224,7 +224,7 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         make, arguments, state, *rest = reduced(cast("Any", super(made, self)).__reduce_ex__(2))
-        if type(state) is dict:  # else it is made already, by `oracle_offload.answers`
+        if type(state) is dict:  # else it is made already, by `oracle_offload.model.answers`
             state = {key: value for key, value in state.items() if key != HANDLE}
         return *made_by(make, arguments, made, unanswered(base)), state, *rest
 

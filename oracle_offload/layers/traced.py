@@ -27,19 +27,19 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from ..autocast import cast_dtype, cast_input
+from ..engine.exemption import exempt
+from ..engine.geometry import count_writes
 from ..errors import OffloadError, StaleWeightsError
-from ..exemption import exempt
-from ..geometry import count_writes
-from ..gradients import note_trainable
+from .autocast import cast_dtype, cast_input
+from .gradients import note_trainable
 from .handle import Readable
 from .leaf import Leaf, version_of
 from .loan import Borrower, Layer, forward_kind, once_differentiable
 from .swap import answering_class, is_exporting, refuse_tracing, untraced
 
 if TYPE_CHECKING:
-    from ..engines import DeviceState
-    from ..structure import Structure
+    from ..engine.engines import DeviceState
+    from ..model.structure import Structure
 
 NAMESPACE = "oracle_offload"
 _library = torch.library.Library(NAMESPACE, "DEF")

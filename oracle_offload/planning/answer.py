@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..sizes import format_size
+from ..host.sizes import format_size
 from .fit import NOWHERE, RESIDENT, STREAMED, Fit
 from .ladder import Rung, Shard
 from .measure import Step

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..sizes import GIB, parse_size
+from ..host.sizes import GIB, parse_size
 
 Interval = tuple[float, float]  # the slowest and the fastest that is likely
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compress.choice import Expected
-from ..geometry import tensor_bytes
+from ..engine.geometry import tensor_bytes
 
 # Of the weights' bytes, as docs/lossless.md has it of drawn weights like trained ones: estimated.
 SHARES = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .._core import ALIGNMENT
+from ..engine.geometry import aligned, tensor_bytes
 from ..errors import OffloadError
-from ..geometry import aligned, tensor_bytes
 from .measure import Step
 from .storage import Storage
 

@@ -23,12 +23,12 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._core import BACKWARD, FORWARD, RECOMPUTE
-from ..geometry import tensor_bytes
+from ..engine.geometry import tensor_bytes
+from ..engine.operators import operator_of, tensors_in
+from ..engine.simulated_time import SimulatedTime
 from ..layers.conv import ConvLayer
 from ..layers.linear import LinearLayer, input_gradient, linear
-from ..operators import operator_of, tensors_in
-from ..selection import Chosen
-from ..simulated_time import SimulatedTime
+from ..model.selection import Chosen
 from .alike import Mark, Row, rows_of, shortened, told
 from .sample import UnknownSample, inputs
 from .source import copy_with, switch_of
@@ -142,7 +142,7 @@ class Step:
         )
 
     def replayed(self, time: SimulatedTime) -> list[tuple[Any, ...]]:
-        """Return the events as `oracle_offload.replay` takes them, at the rates of `time`.
+        """Return the events as `oracle_offload.engine.replay` takes them, at the rates of `time`.
 
         Of several micro-batches each computes a checkpointed region as a whole; what is in none,
         all of them compute while its weights are there.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..sizes import written_size
+from ..host.sizes import written_size
 from .fit import RESIDENT, Fit
 from .storage import Recipe
 

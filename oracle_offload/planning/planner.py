@@ -11,8 +11,8 @@ import torch
 
 from ..compress.choice import check
 from ..host import memory
-from ..sizes import GIB, format_size, parse_size
-from ..views.recording import Recording, read_recording
+from ..host.sizes import GIB, format_size, parse_size
+from ..observe.recording import Recording, read_recording
 from . import report, verify
 from .answer import Answer
 from .cards import HOSTS_GB, card_of

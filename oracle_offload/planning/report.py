@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..sizes import format_size
-from ..views.bars import Part, html_bar, text_bar
-from ..views.page import escape, fragment, page
-from ..views.run_report import show
-from ..views.schema import schema
-from ..views.terminal import Text
+from ..host.schema import schema
+from ..host.sizes import format_size
+from ..host.terminal import Text
+from ..observe.bars import Part, html_bar, text_bar
+from ..observe.page import escape, fragment, page
+from ..observe.run_report import show
 from . import paste
 from .answer import Answer
 from .fit import NOWHERE, RESIDENT

@@ -24,7 +24,7 @@ from ..disk.empty import empty_weights
 from ..disk.header import read_header
 from ..disk.source import DTYPES as STORED_DTYPES
 from ..errors import OffloadError
-from ..selection import listed
+from ..model.selection import listed
 from .estimated import Estimated
 from .known import Known, known, similar
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ..engine.geometry import tensor_bytes
+from ..engine.replay import Size, predict_elsewhere
+from ..engine.simulated_time import SimulatedTime
+from ..engine.simulator import Device
 from ..errors import OffloadError
-from ..geometry import tensor_bytes
-from ..replay import Size, predict_elsewhere
-from ..simulated_time import SimulatedTime
-from ..simulator import Device
-from ..sizes import format_size
+from ..host.sizes import format_size
 from .cards import Card
 from .fit import NOWHERE, RESIDENT, Fit
 from .measure import Step
@@ -129,7 +129,7 @@ def _time(card: Card, share: float) -> SimulatedTime:
 
 
 def question(step: Step, fit: Fit, card: Card, share: float) -> dict[str, Any]:
-    """Return what `oracle_offload.replay` is asked."""
+    """Return what `oracle_offload.engine.replay` is asked."""
     numbers, coded = step.numbers, fit.storage.coded
 
     def size(tensor: Tensor) -> Size:

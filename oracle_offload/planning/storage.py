@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..compress.choice import ExpectedBytes, codable, staging_bytes
-from ..geometry import aligned, stored_bytes, tensor_bytes, unit_bytes
-from ..kept import keep
-from ..selection import (
+from ..engine.geometry import aligned, stored_bytes, tensor_bytes, unit_bytes
+from ..model.kept import keep
+from ..model.selection import (
     Chosen,
     NothingToManage,
     choose,

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import simulator
 from ..compress.steps import FORWARD_CHECKPOINTED_SHARE, FORWARD_SHARE, Pace
-from ..geometry import tensor_bytes
-from ..operators import operator_of, tensors_in
-from ..simulated_time import SimulatedTime
+from ..engine import simulator
+from ..engine.geometry import tensor_bytes
+from ..engine.operators import operator_of, tensors_in
+from ..engine.simulated_time import SimulatedTime
 from .cards import card_named
 from .sample import UnknownSample, inputs
 from .source import copy_with

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..geometry import tensor_bytes
-from ..sizes import format_size
-from ..views.page import escape, fragment, page
-from ..views.recording import Recording
-from ..views.run_report import show
-from ..views.schema import schema
-from ..views.terminal import Text
+from ..engine.geometry import tensor_bytes
+from ..host.schema import schema
+from ..host.sizes import format_size
+from ..host.terminal import Text
+from ..observe.page import escape, fragment, page
+from ..observe.recording import Recording
+from ..observe.run_report import show
 from .answer import Answer
 from .fit import STREAMED
 

@@ -28,17 +28,17 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..answers import MANAGER
-from ..autocast import saving
-from ..devices import parse_device
-from ..engines import DeviceState, close_if_unused, opened
+from ..engine.devices import parse_device
+from ..engine.engines import DeviceState, close_if_unused, opened
+from ..engine.geometry import count_writes
+from ..engine.locked import LockedPool
+from ..engine.locks import Lock
 from ..errors import OffloadError
-from ..geometry import count_writes
-from ..host.locked import LockedPool
 from ..host.memory import SPARED, available_bytes, total_bytes
+from ..host.sizes import format_size, parse_size
 from ..layers.any import ChainedHooks
-from ..locks import Lock
-from ..sizes import format_size, parse_size
+from ..layers.autocast import saving
+from ..model.answers import MANAGER
 
 if TYPE_CHECKING:
     from .._core import HostBuffer

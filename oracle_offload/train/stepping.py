@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engines import DeviceState, open_states
+from ..engine.engines import DeviceState, open_states
+from ..engine.geometry import is_dense, tensor_bytes
 from ..errors import OffloadError
-from ..geometry import is_dense, tensor_bytes
-from ..gradients import Gradients
+from ..layers.gradients import Gradients
 
 BATCH_BYTES = 256 << 20  # that are on the device at once: of one batch; there are three
 _TRIAL_STEPS = 3

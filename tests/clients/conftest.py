@@ -17,8 +17,8 @@ import sides
 import torch
 from sides import CORE  # which puts the helpers of tests/training on the path
 
-from oracle_offload import selection
 from oracle_offload.commands import bench
+from oracle_offload.model import selection
 
 _spec = importlib.util.spec_from_file_location("core_conftest", CORE / "conftest.py")
 _core = importlib.util.module_from_spec(_spec)

@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from sides import compare, values  # noqa: E402, I001 - puts the helpers of tests/training on the path
 import models  # noqa: E402
 
-from oracle_offload import simulator  # noqa: E402
+from oracle_offload.engine import simulator  # noqa: E402
 
 WORLD = 2
 

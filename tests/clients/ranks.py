@@ -35,9 +35,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import oracle_offload  # noqa: E402
-from oracle_offload import OffloadError, heartbeat, simulator  # noqa: E402
+from oracle_offload import OffloadError  # noqa: E402
+from oracle_offload.engine import simulator  # noqa: E402
 from oracle_offload.host import ranks as host_ranks  # noqa: E402
-from oracle_offload.views import live  # noqa: E402
+from oracle_offload.observe import heartbeat, live  # noqa: E402
 
 WIDTH, LAYERS, RANK = 192, 6, 4
 PATIENCE_S = 60  # of a rank, for the others
@@ -258,7 +259,7 @@ def waits(rank, size, folder):
             time.sleep(0.2)  # what does not wait has gone on by then; what waits never does
             assert not seen(goes_on, 0), f"the first rank went on to '{goes_on}' without this one"
 
-    sharing = sys.modules["oracle_offload.sharing"]
+    sharing = sys.modules["oracle_offload.model.sharing"]
     wait_until_filled, on_all = sharing.Share.wait_until_filled, sharing.on_all
 
     def filled(self, *args):
@@ -329,7 +330,7 @@ def one_fails_late(rank, size, folder):
         def lend(self, capacity):
             raise torch.OutOfMemoryError("the device has no room for the arena")
 
-        oracle_offload.arena.Arena.lend = lend
+        oracle_offload.model.arena.Arena.lend = lend
     model = Model()
     before = [p.clone() for p in model.parameters()]
     try:
@@ -422,7 +423,7 @@ def writes(rank, size, folder):
     # A step of an optimizer that would write what is frozen.
     given = next(iter(frozen(model).values()))
     for call in (
-        lambda: oracle_offload.engines.before_frozen_write([given]),
+        lambda: oracle_offload.engine.engines.before_frozen_write([given]),
         lambda: MeZO([given]).step(),
     ):
         assert "that ranks share were about to be written" in refused(call)

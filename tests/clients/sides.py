@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from equality import assert_same, copied_bytes  # noqa: E402
 
 import oracle_offload  # noqa: E402
-from oracle_offload.witness import Witness  # noqa: E402
+from oracle_offload.model.witness import Witness  # noqa: E402
 
 
 class Side:

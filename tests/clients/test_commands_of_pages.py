@@ -22,7 +22,7 @@ from torch import nn
 import oracle_offload
 from oracle_offload import cli
 from oracle_offload.commands import bench
-from oracle_offload.heartbeat import Heartbeat
+from oracle_offload.observe.heartbeat import Heartbeat
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -39,7 +39,7 @@ NOT_RUN = {
     "pip install transformers diffusers peft pillow": "it needs a package index",
     "cat /sys/fs/cgroup/memory.events": "a file of the kernel, where it has cgroup v2",
     "cat /sys/fs/cgroup/memory/memory.oom_control": "a file of the kernel, where it has cgroup v1",
-    "%load_ext oracle_offload.explain": "for a notebook: tests/unit/test_explain_hooks.py runs it",
+    "%load_ext oracle_offload.diagnose.explain": "tests/unit/test_explain_hooks.py runs it",
 }
 PROGRAM = "oracle-offload "
 EXAMPLE = "python examples/"

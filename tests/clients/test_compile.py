@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload.witness import Witness
+from oracle_offload.model.witness import Witness
 
 DEPTH = 9  # more blocks than dynamo compiles variants of one function
 

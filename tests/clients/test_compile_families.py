@@ -22,7 +22,7 @@ from equality import (
 from families import FAMILIES, call_flux, call_sdxl, enable_checkpointing, noise
 from torch._dynamo.utils import counters
 
-from oracle_offload import selection
+from oracle_offload.model import selection
 
 KINDS = ("linear", "convolution", "embedding", "lent")
 

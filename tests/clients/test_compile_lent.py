@@ -29,9 +29,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import OffloadError, StaleWeightsError, selection
+from oracle_offload import OffloadError, StaleWeightsError
 from oracle_offload.layers import compiled as lent_in_compiled
 from oracle_offload.layers.any import AnyLayer
+from oracle_offload.model import selection
 
 WIDTH = 16
 DEPTH = 3
@@ -809,7 +810,7 @@ KEPT_ON_DISK = """
 import sys
 import torch
 import oracle_offload
-from oracle_offload import selection
+from oracle_offload.model import selection
 from torch import nn
 
 selection.SMALL_BYTES, selection.SMALL_TOGETHER = 0, (0, 0)

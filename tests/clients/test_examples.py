@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle_offload import cli, read_metrics, read_recording
 from oracle_offload.commands import bench
-from oracle_offload.engines import open_states
-from oracle_offload.recipes import mixed_precision
-from oracle_offload.witness import Witness
+from oracle_offload.engine.engines import open_states
+from oracle_offload.model.witness import Witness
+from oracle_offload.train.recipes import mixed_precision
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {
@@ -205,7 +205,7 @@ def test_a_training_that_is_interrupted_goes_on_with_the_same_bits(
 
 
 def interrupting(patch):
-    from oracle_offload.integrations import TrainerCallback
+    from oracle_offload.train.integrations import TrainerCallback
 
     class Interrupting(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

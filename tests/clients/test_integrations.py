@@ -25,7 +25,9 @@ from test_trainer import trainer as transformers_trainer
 from tqdm import tqdm
 
 import oracle_offload
-from oracle_offload import MetricsFile, OffloadError, integrations, read_metrics, simulator
+from oracle_offload import MetricsFile, OffloadError, read_metrics
+from oracle_offload.engine import simulator
+from oracle_offload.train import integrations
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -468,7 +470,7 @@ def test_a_bar_shows_what_matters():
 def test_a_library_that_is_absent_is_named_when_it_is_needed(name, library):
     code = (
         f"import sys; sys.modules[{library!r}] = None\n"
-        "from oracle_offload import integrations\n"
+        "from oracle_offload.train import integrations\n"
         "integrations.postfix, integrations.wandb, integrations.tensorboard\n"
         f"try: integrations.{name}\n"
         "except ModuleNotFoundError as error: print(error)"
@@ -477,7 +479,7 @@ def test_a_library_that_is_absent_is_named_when_it_is_needed(name, library):
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.stdout == (
-        f"oracle_offload.integrations.{name} needs {library}, which is not installed here: "
+        f"oracle_offload.train.integrations.{name} needs {library}, which is not installed here: "
         f"pip install {library}\n"
     ), done.stderr
 
@@ -500,7 +502,7 @@ def test_only_what_is_there_is_offered():
 
 def test_importing_costs_no_library():
     code = (
-        "import sys, oracle_offload.integrations as found\n"
+        "import sys, oracle_offload.train.integrations as found\n"
         "print([n for n in ('torch', 'transformers', 'lightning') if n in sys.modules])"
     )
     done = subprocess.run(

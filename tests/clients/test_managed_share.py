@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from oracle_offload import selection
+from oracle_offload.model import selection
 
 LEAST = 0.99
 

@@ -13,9 +13,9 @@ import torch
 from equality import assert_same, attached, resident_pair
 from torch import nn
 
-from oracle_offload.recipes import OPTIMIZERS, optimizers
-from oracle_offload.recipes.checkpointing import set_checkpointing
-from oracle_offload.recipes.optimizers import make_optimizer, state_bytes
+from oracle_offload.train.recipes import OPTIMIZERS, optimizers
+from oracle_offload.train.recipes.checkpointing import set_checkpointing
+from oracle_offload.train.recipes.optimizers import make_optimizer, state_bytes
 
 
 def plain(name, parameters):

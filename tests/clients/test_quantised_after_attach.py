@@ -10,8 +10,9 @@ from equality import assert_models_agree, assert_same, attached
 from quantised import FORMATS, freeze, model_of, unquantised_model_of
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import masters, simulator
+from oracle_offload.engine import simulator
 from oracle_offload.layers.quantised import QuantisedLayer
+from oracle_offload.model import masters
 
 # The libraries that quantise the layers of a model where they are.
 NAMES = [name for name in FORMATS if name.startswith(("torchao", "quanto"))]

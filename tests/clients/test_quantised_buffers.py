@@ -19,9 +19,9 @@ from torchao import quantization as ao
 from transformers.integrations import finegrained_fp8, mxfp4, nvfp4
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from oracle_offload import selection
 from oracle_offload.layers.flatten import Copy, plain_tensors
 from oracle_offload.layers.formats import held_tensors
+from oracle_offload.model import selection
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 WIDTH = 64

@@ -18,7 +18,7 @@ from oracle_offload.layers import quantised as quantised_module
 from oracle_offload.layers.flatten import plain_tensors
 from oracle_offload.layers.formats import format_of
 from oracle_offload.layers.linear import LinearLayer
-from oracle_offload.selection import select
+from oracle_offload.model.selection import select
 
 X = torch.linspace(-2, 2, 2 * 5 * 64).sin().view(2, 5, 64).to(torch.bfloat16)
 step = step_of(X)

@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 
 import oracle_offload
 from oracle_offload import OffloadError
-from oracle_offload.engines import open_states
-from oracle_offload.integrations import accumulate_in
+from oracle_offload.engine.engines import open_states
+from oracle_offload.train.integrations import accumulate_in
 
 pytest.importorskip("greenlet")
 

@@ -30,7 +30,7 @@ class _Library:
     """The control calls of the simulator inside libcuda.so.1, as `simulator.library` has them."""
 
     def __init__(self) -> None:
-        from oracle_offload.simulator_abi import SIGNATURES
+        from oracle_offload.engine.simulator_abi import SIGNATURES
 
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._driver.cuda_sim_control.restype = ctypes.c_void_p
@@ -44,11 +44,13 @@ class _Library:
 
 @functools.cache
 def simulator() -> ModuleType:
-    """Return `oracle_offload.simulator` once more, for the simulator that torch runs over."""
-    package = importlib.util.find_spec("oracle_offload.simulator")
+    """Return `oracle_offload.engine.simulator` once more, for the simulator that torch runs
+    over.
+    """
+    package = importlib.util.find_spec("oracle_offload.engine.simulator")
     assert package is not None and package.origin is not None
     spec = importlib.util.spec_from_file_location(
-        "oracle_offload.simulator_of_cuda", package.origin
+        "oracle_offload.engine.simulator_of_cuda", package.origin
     )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

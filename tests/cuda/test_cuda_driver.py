@@ -8,7 +8,7 @@ import simulated_cuda
 import torch
 
 import oracle_offload
-from oracle_offload import simulator
+from oracle_offload.engine import simulator
 
 
 def test_every_case_of_the_conformance_program_answers_as_the_simulated_driver(tmp_path, capsys):

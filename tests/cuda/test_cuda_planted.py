@@ -17,7 +17,8 @@ from own_process import in_a_process
 from torch import nn
 
 import oracle_offload
-from oracle_offload import devices, intake
+from oracle_offload.engine import devices
+from oracle_offload.model import intake
 
 
 def chain(layers=6, width=256):
@@ -104,7 +105,8 @@ TWO = f"""
 import sys
 sys.path.append({HERE!r})
 import test_cuda_planted as planted
-from oracle_offload import devices, intake
+from oracle_offload.engine import devices
+from oracle_offload.model import intake
 """
 
 

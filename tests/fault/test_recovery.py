@@ -13,15 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import oracle_offload  # noqa: E402
-from oracle_offload import (  # noqa: E402
-    DriverError,
-    NoRoomError,
-    OffloadError,
-    _core,
-    engines,
-    masters,
-    simulator,
-)
+from oracle_offload import DriverError, NoRoomError, OffloadError, _core  # noqa: E402
+from oracle_offload.engine import engines, simulator  # noqa: E402
+from oracle_offload.model import masters  # noqa: E402
 
 OUT_OF_MEMORY, INVALID_HANDLE, ILLEGAL_ADDRESS, NO_RESOURCES = 2, 400, 700, 701
 

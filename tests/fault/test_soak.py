@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
 import oracle_offload  # noqa: E402
-from oracle_offload import simulator  # noqa: E402
+from oracle_offload.engine import simulator  # noqa: E402
 
 STEPS, TURN = 1000, 100
 MIB = 1 << 20

@@ -27,7 +27,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import oracle_offload  # noqa: E402
-from oracle_offload import DriverError, OffloadError, engines, masters, simulator  # noqa: E402
+from oracle_offload import DriverError, OffloadError  # noqa: E402
+from oracle_offload.engine import engines, simulator  # noqa: E402
+from oracle_offload.model import masters  # noqa: E402
 
 OUT_OF_MEMORY, NO_RESOURCES = 2, 701
 TRANSIENT = (NO_RESOURCES, 1, OUT_OF_MEMORY, 400, 600, 801)

@@ -49,7 +49,7 @@ def spin_before(model: torch.nn.Module, engine: object) -> None:
 
 
 def engine_of(device: str = "cuda:0") -> object:
-    from oracle_offload.engines import open_state
+    from oracle_offload.engine.engines import open_state
 
     return open_state(torch.device(device)).engine
 

@@ -213,7 +213,7 @@ def test_a_sample_is_another_where_package_or_tests_change_and_the_same_whatever
     git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c")
     subprocess.run([*git, "init", "-q"], check=True)
     seeds = []
-    files = "oracle_offload/sizes.py", "csrc/a.c", "tests/mutation/proofs.toml", "README.md"
+    files = "oracle_offload/host/sizes.py", "csrc/a.c", "tests/mutation/proofs.toml", "README.md"
     for name in (*files, *files):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -341,7 +341,7 @@ def test_the_tests_about_a_module_come_first_then_the_quick_ones_and_functions_i
     mutant = next(
         mutant
         for mutant in mutants_python.all_mutants()
-        if mutant.file == "oracle_offload/masters.py" and mutant.function
+        if mutant.file == "oracle_offload/model/masters.py" and mutant.function
     )
     first, places = mutate_python.places_of_package()[mutant.file]
     place = first + places.index(mutant.place)

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import oracle_offload
-from oracle_offload import simulator
-from oracle_offload.witness import Witness
+from oracle_offload.engine import simulator
+from oracle_offload.model.witness import Witness
 
 
 def losses(model: nn.Module) -> list[torch.Tensor]:

@@ -23,9 +23,9 @@ import torch
 
 import oracle_offload
 from oracle_offload import cli
+from oracle_offload.host.patience import Patience, quiet_libraries
 from oracle_offload.planning.known import FILE, every, known, similar
 from oracle_offload.planning.source import _build, _class_of
-from oracle_offload.views.patience import Patience, quiet_libraries
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "plan.md").read_text("utf-8")

@@ -21,6 +21,8 @@ import oracle_offload
 from oracle_offload import cli
 from oracle_offload._core import BACKWARD, FORWARD
 from oracle_offload.host import memory
+from oracle_offload.host.sizes import GIB
+from oracle_offload.observe.run_report import show
 from oracle_offload.planning.cards import _REACHED, BY_SIZE, CARDS, card_named, card_of
 from oracle_offload.planning.fit import Room, fit, fit_step
 from oracle_offload.planning.ladder import Rung, Shard, ladder, shards
@@ -29,8 +31,6 @@ from oracle_offload.planning.optimizers import OPTIMIZERS
 from oracle_offload.planning.report import _saved
 from oracle_offload.planning.speed import Speed
 from oracle_offload.planning.storage import Row, Storage, storage_of
-from oracle_offload.sizes import GIB
-from oracle_offload.views.run_report import show
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "plan.md").read_text("utf-8")

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import oracle_offload
-from oracle_offload import cli, simulator
+from oracle_offload import cli
+from oracle_offload.engine import simulator
+from oracle_offload.host.sizes import parse_size
 from oracle_offload.planning.estimated import SHARES, Estimated
-from oracle_offload.sizes import parse_size
 
 SIZE, DEPTH, ROWS = 512, 16, 64
 RATES = dict(link_gbps=0.1, memory_gbps=200.0, tflops=0.02, launch_s=2e-6)

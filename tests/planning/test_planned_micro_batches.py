@@ -14,13 +14,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import cli, simulator
+from oracle_offload import cli
 from oracle_offload._core import BACKWARD, FORWARD, RECOMPUTE
+from oracle_offload.engine import simulator
+from oracle_offload.engine.simulated_time import SimulatedTime
+from oracle_offload.model.witness import Witness
 from oracle_offload.planning.measure import Stage, Step
 from oracle_offload.planning.sample import inputs
 from oracle_offload.planning.speed import speed_of
-from oracle_offload.simulated_time import SimulatedTime
-from oracle_offload.witness import Witness
 
 NUMBER = 4
 RATES = dict(link_gbps=0.05, memory_gbps=60.0, tflops=0.03, launch_s=4e-6)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from oracle_offload import OffloadError, replay, simulator
+from oracle_offload import OffloadError
 from oracle_offload._core import BACKWARD, FORWARD
+from oracle_offload.engine import replay, simulator
 
 SIZE = 1 << 14
 SWITCHES = ("poison", "copy_nothing", "detect_races")

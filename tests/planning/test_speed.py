@@ -16,15 +16,15 @@ import pytest
 import torch
 
 import oracle_offload
-from oracle_offload import simulator
 from oracle_offload._core import BACKWARD, FORWARD
-from oracle_offload.geometry import tensor_bytes
+from oracle_offload.engine import simulator
+from oracle_offload.engine.geometry import tensor_bytes
+from oracle_offload.engine.simulated_time import SimulatedTime
+from oracle_offload.model.witness import Witness
 from oracle_offload.planning.cards import card_of
 from oracle_offload.planning.fit import Fit, fit_step
 from oracle_offload.planning.measure import Step
 from oracle_offload.planning.speed import Speed, question, speed_of
-from oracle_offload.simulated_time import SimulatedTime
-from oracle_offload.witness import Witness
 
 # Rates that no preset has: link GB/s, device memory GB/s, TFLOP/s, seconds of a launch. From one
 # that the link holds up by far to one that computes all the time.
@@ -240,7 +240,9 @@ def test_one_cell_of_each_share(cell: tuple[str, int, int], sim: Any) -> None:
 
 def test_a_replay_imports_no_torch() -> None:
     """It would take longer than the replay."""
-    code = "import sys, oracle_offload.replay as r; r.main(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, oracle_offload.engine.replay as r; r.main(); sys.exit('torch' in sys.modules)"
+    )
     root = Path(oracle_offload.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], input=b"", cwd=root, check=False)
     assert done.returncode == 0

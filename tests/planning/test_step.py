@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import simulator
 from oracle_offload._core import BACKWARD, FORWARD, RECOMPUTE
+from oracle_offload.engine import simulator
+from oracle_offload.engine.simulated_time import SimulatedTime
 from oracle_offload.planning.measure import Stage, Step, _Tracer, stages_of
-from oracle_offload.simulated_time import SimulatedTime
 
 ROWS = 4
 

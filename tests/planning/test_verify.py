@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 import oracle_offload
-from oracle_offload import cli, simulator
+from oracle_offload import cli
+from oracle_offload.engine import simulator
+from oracle_offload.model.witness import Witness
 from oracle_offload.planning.measure import Stage, Step
 from oracle_offload.planning.speed import Speed
 from oracle_offload.planning.verify import Row, Verification
-from oracle_offload.witness import Witness
 
 GOLDEN = Path(__file__).parents[1] / "data" / "plan"
 # Set to write the golden files anew; then read the difference before committing it.

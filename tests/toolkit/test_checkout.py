@@ -19,8 +19,8 @@ import sys
 import torch
 from toolkit.memory_management import MemoryManager, sync_grad_transfers
 from toolkit.memory_management.manager import MemoryManager as Same
-from oracle_offload import simulator
-from oracle_offload.engines import open_states
+from oracle_offload.engine import simulator
+from oracle_offload.engine.engines import open_states
 assert Same is MemoryManager
 sys.path.insert(0, sys.argv[1])
 torch.manual_seed(0)
@@ -125,8 +125,8 @@ import sys
 sys.path[1:1] = [{str(HERE.parent / "training")!r}]
 import torch
 from ostris import to_ostris
-from oracle_offload import simulator
-from oracle_offload.engines import open_states
+from oracle_offload.engine import simulator
+from oracle_offload.engine.engines import open_states
 from toolkit.memory_management import MemoryManager
 torch.manual_seed(0)
 model = torch.nn.Sequential(

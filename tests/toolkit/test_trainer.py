@@ -15,7 +15,7 @@ import trainer
 from equality import assert_same, copied_bytes
 
 import oracle_offload.aitoolkit.together as aitoolkit_together
-import oracle_offload.micro_batches.accumulate as micro_batches
+import oracle_offload.train.micro_batches.accumulate as micro_batches
 
 
 def as_it_is(checkpoint):

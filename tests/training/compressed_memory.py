@@ -43,7 +43,7 @@ def measure(kind, depth):
     from torch import nn
 
     import oracle_offload
-    from oracle_offload.masters import trim_heap
+    from oracle_offload.model.masters import trim_heap
 
     def build(layers):
         made = [nn.Linear(SIZE, SIZE, False, dtype=torch.bfloat16) for _ in range(layers)]

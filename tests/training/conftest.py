@@ -91,8 +91,8 @@ def threads_of_torch():
 @pytest.fixture(autouse=True)
 def sim():
     """Fresh simulator; afterwards no race was reported and nothing is alive."""
-    from oracle_offload import simulator
-    from oracle_offload.engines import open_states
+    from oracle_offload.engine import simulator
+    from oracle_offload.engine.engines import open_states
 
     simulator.reset()
     simulation = Simulation(simulator)

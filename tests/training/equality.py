@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import oracle_offload
-from oracle_offload import simulator
-from oracle_offload.engines import open_states
-from oracle_offload.witness import Witness
+from oracle_offload.engine import simulator
+from oracle_offload.engine.engines import open_states
+from oracle_offload.model.witness import Witness
 
 _COPIES = ("h2d_bytes", "d2h_bytes", "left_bytes", "returned_bytes", "brought_bytes")
 RUNS = 2  # of each step that models are compared in: alone, and under the witness

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils import backend_registration
 
-from oracle_offload import devices
+from oracle_offload.engine import devices
 
 NAME = "simgpu"
 

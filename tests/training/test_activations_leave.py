@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload.engines import open_states
+from oracle_offload.engine.engines import open_states
+from oracle_offload.engine.simulator import Schedule
 from oracle_offload.errors import OffloadError
-from oracle_offload.simulator import Schedule
+from oracle_offload.model.witness import Witness
 from oracle_offload.train import activations as module
 from oracle_offload.train import offload_activations
-from oracle_offload.witness import Witness
 
 WIDTH, ROWS = 48, 64
 LEAST = 4 * WIDTH * ROWS  # bytes of one hidden state

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle_offload import AdaptiveBatch, NoRoomError
-from oracle_offload.survive.adaptive_batch import as_parts, samples_of
-from oracle_offload.survive.attempts import MINUS_16, Shrink
+from oracle_offload.train.survive.adaptive_batch import as_parts, samples_of
+from oracle_offload.train.survive.attempts import MINUS_16, Shrink
 
 WIDTH = 8
 Pair = namedtuple("Pair", "rows more")

@@ -20,9 +20,10 @@ from ostris import OstrisLinear, to_ostris
 from torch import nn
 
 import oracle_offload
-from oracle_offload import aitoolkit, simulator
+from oracle_offload import aitoolkit
 from oracle_offload.aitoolkit import MemoryManager, manager_modules, sync_grad_transfers
-from oracle_offload.engines import open_states
+from oracle_offload.engine import simulator
+from oracle_offload.engine.engines import open_states
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -579,7 +580,7 @@ import torch, trainer
 from toolkit.memory_management.manager import MemoryManager as Same
 assert Same is trainer.MemoryManager, (Same, trainer.MemoryManager)
 assert Same.__module__ == "oracle_offload.aitoolkit.memory_manager", Same.__module__
-from oracle_offload import simulator
+from oracle_offload.engine import simulator
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
 x = torch.randn(2, 64)
@@ -663,8 +664,8 @@ ALONE = (
     f"TESTS = {str(Path(__file__).parent)!r}"
     + """
 import copy, sys, torch, trainer, weakref
-from oracle_offload import simulator
-from oracle_offload.engines import open_states
+from oracle_offload.engine import simulator
+from oracle_offload.engine.engines import open_states
 MemoryManager = trainer.MemoryManager
 assert MemoryManager.__module__ == "toolkit.memory_management.manager"
 

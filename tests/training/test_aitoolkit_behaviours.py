@@ -10,8 +10,8 @@ from equality import assert_same, count_acquires
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import simulator
 from oracle_offload.aitoolkit import MemoryManager, sync_grad_transfers
+from oracle_offload.engine import simulator
 
 WIDTH = 256  # each layer is a unit of its own
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import simulator
 from oracle_offload.aitoolkit import MemoryManager, sync_grad_transfers
+from oracle_offload.engine import simulator
 from oracle_offload.errors import NoRoomError
 
 

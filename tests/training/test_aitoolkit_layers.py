@@ -13,15 +13,16 @@ from equality import assert_same
 from ostris import to_ostris
 from torch import Tensor, nn
 
-from oracle_offload import OffloadError, simulator
+from oracle_offload import OffloadError
 from oracle_offload.aitoolkit import MemoryManager, memory_manager, single_layers
 from oracle_offload.aitoolkit.single_layers import LinearLayerMemoryManager, _ensure_cpu_pinned
 from oracle_offload.aitoolkit.together import SETTING
-from oracle_offload.engines import open_states
+from oracle_offload.engine import simulator
+from oracle_offload.engine.engines import open_states
 from oracle_offload.layers.linear import LinearLayer
 from oracle_offload.layers.quantised import QuantisedLayer
 from oracle_offload.layers.swap import is_managed
-from oracle_offload.witness import Witness
+from oracle_offload.model.witness import Witness
 
 HANDLE = "_layer_memory_manager"
 

@@ -10,9 +10,9 @@ START = """
 import gc, os
 import torch
 from torch import nn
-from oracle_offload import simulator
+from oracle_offload.engine import simulator
 from oracle_offload.aitoolkit import MemoryManager
-from oracle_offload.engines import open_states
+from oracle_offload.engine.engines import open_states
 
 def rss():
     with open("/proc/self/statm") as file:

@@ -15,9 +15,10 @@ from equality import assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import OffloadError, simulator
+from oracle_offload import OffloadError
 from oracle_offload.aitoolkit import MemoryManager
 from oracle_offload.aitoolkit.together import SETTING
+from oracle_offload.engine import simulator
 
 pytest.importorskip("greenlet")
 WIDTH, BLOCKS, BATCHES = 64, 8, 4

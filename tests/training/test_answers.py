@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import oracle_offload
-from oracle_offload import residents
 from oracle_offload.layers.swap import is_managed
-from oracle_offload.witness import Witness
+from oracle_offload.model import residents
+from oracle_offload.model.witness import Witness
 
 WIDTH = 160
 

@@ -27,11 +27,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import OffloadError, StaleWeightsError, selection, simulator
+from oracle_offload import OffloadError, StaleWeightsError
 from oracle_offload._core import BACKWARD
+from oracle_offload.engine import simulator
 from oracle_offload.layers import any as any_module
 from oracle_offload.layers.any import AnyLayer
-from oracle_offload.witness import Witness
+from oracle_offload.model import selection
+from oracle_offload.model.witness import Witness
 
 WIDTH = 16
 

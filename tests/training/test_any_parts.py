@@ -33,9 +33,9 @@ from test_any import (
 from torch import nn
 from torch.nn.utils import parametrize
 
-from oracle_offload import selection
 from oracle_offload.layers import any as any_module
 from oracle_offload.layers.swap import is_managed
+from oracle_offload.model import selection
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,9 @@ def test_a_forward_that_is_set_aside_lends_nothing_until_it_goes_on():
     ids=["any", "linear", "embedding"],
 )
 def test_a_call_does_not_wait_for_who_holds_the_devices_lock(make, x):
-    """As `oracle_offload.locks` says: a loan takes no lock but its turn and the engine's mutex."""
+    """As `oracle_offload.engine.locks` says: a loan takes no lock but its turn and the engine's
+    mutex.
+    """
     model = nn.Sequential(make())
     found = []
 
@@ -527,7 +529,7 @@ import torch
 from torch import nn
 from test_any_parts import Looks, X
 import oracle_offload
-from oracle_offload import selection
+from oracle_offload.model import selection
 from torch.overrides import TorchFunctionMode
 
 selection.SMALL_BYTES, selection.SMALL_TOGETHER = 0, (0, 0)

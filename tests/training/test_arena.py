@@ -17,10 +17,12 @@ from tiers import in_turn
 from torch import nn
 
 import oracle_offload
-from oracle_offload import OffloadError, _core, devices, engines, masters
-from oracle_offload import arena as arena_module
+from oracle_offload import OffloadError, _core
 from oracle_offload import manager as managers
-from oracle_offload.sizes import format_size
+from oracle_offload.engine import devices, engines
+from oracle_offload.host.sizes import format_size
+from oracle_offload.model import arena as arena_module
+from oracle_offload.model import masters
 
 
 def tower_step(model):

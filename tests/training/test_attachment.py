@@ -15,12 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import devices, engines, masters, selection
-from oracle_offload.arena import Arena
-from oracle_offload.attachment import close_leftovers
-from oracle_offload.budget import Budget, Change, Reading
 from oracle_offload.compress import coder
-from oracle_offload.sizes import format_size
+from oracle_offload.engine import devices, engines
+from oracle_offload.host.sizes import format_size
+from oracle_offload.model import masters, selection
+from oracle_offload.model.arena import Arena
+from oracle_offload.model.attachment import close_leftovers
+from oracle_offload.model.budget import Budget, Change, Reading
 
 LAYER = 64 << 10  # bytes of one of `tower`, a unit of its own
 FLOOR = 2 * LAYER

@@ -16,8 +16,8 @@ from oracle_offload import (
     set_memory_fraction,
 )
 from oracle_offload.host import cgroup
-from oracle_offload.survive import memory
-from oracle_offload.survive.attempts import (
+from oracle_offload.train.survive import memory
+from oracle_offload.train.survive.attempts import (
     HALVE,
     MINUS_16,
     TIMES_07,
@@ -105,7 +105,7 @@ def test_recovery_begins_once_the_frames_of_the_attempt_are_gone(monkeypatch):
 
     seen = []
     monkeypatch.setattr(
-        "oracle_offload.survive.attempts.release_memory", lambda: seen.append(alive[:])
+        "oracle_offload.train.survive.attempts.release_memory", lambda: seen.append(alive[:])
     )
     attempt(fail)
     assert seen == [[]]

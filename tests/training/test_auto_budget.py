@@ -20,10 +20,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import OffloadError, devices
-from oracle_offload import arena as arena_module
-from oracle_offload.devices import Counted
-from oracle_offload.witness import Witness
+from oracle_offload import OffloadError
+from oracle_offload.engine import devices
+from oracle_offload.engine.devices import Counted
+from oracle_offload.model import arena as arena_module
+from oracle_offload.model.witness import Witness
 
 RECORDED = Path(__file__).parents[1] / "data" / "allocator"
 SCALES = {"spike": 8, "leak": 2, "spill": 2}  # so small is what lies beside the arena here

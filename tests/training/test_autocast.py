@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload.autocast import (
+from oracle_offload.layers.autocast import (
     cast_dtype,
     cast_input,
     cast_tensors,

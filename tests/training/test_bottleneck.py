@@ -12,8 +12,8 @@ from equality import attached
 from torch import Tensor, nn
 
 import oracle_offload
-from oracle_offload import simulator
-from oracle_offload.views.verdict import Verdict
+from oracle_offload.engine import simulator
+from oracle_offload.observe.verdict import Verdict
 
 WIDTH, BATCH = 96, 8
 WEIGHT = 4 * WIDTH * WIDTH  # bytes of a layer

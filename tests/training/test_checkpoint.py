@@ -21,8 +21,8 @@ from torch import nn
 
 from oracle_offload import Checkpoint, OffloadError
 from oracle_offload.host.replace import replace_file, sync_folder
-from oracle_offload.survive.checkpoint import _on_host
-from oracle_offload.survive.random_state import RandomState
+from oracle_offload.train.survive.checkpoint import _on_host
+from oracle_offload.train.survive.random_state import RandomState
 
 HERE = Path(__file__).parent
 

@@ -26,10 +26,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import _core, admission, coded, engines, masters, simulator
-from oracle_offload.arena import Arena
+from oracle_offload import _core
 from oracle_offload.compress import choice, coder, store
+from oracle_offload.engine import coded, engines, simulator
 from oracle_offload.errors import DriverError, OffloadError, StaleWeightsError
+from oracle_offload.model import admission, masters
+from oracle_offload.model.arena import Arena
 
 WIDTH = 256  # 128 KiB in bf16
 
@@ -908,7 +910,7 @@ def test_an_attach_that_fails_leaves_weights_in_memory(monkeypatch, cache):
         assert any(name.startswith(str(cache)) for name in shown_files())
         raise RuntimeError("units")
 
-    monkeypatch.setattr("oracle_offload.admission.add_units", fail)
+    monkeypatch.setattr("oracle_offload.model.admission.add_units", fail)
     with pytest.raises(RuntimeError, match="units"):
         lossless(model).__enter__()
     assert not any(name.startswith(str(cache)) for name in shown_files())

@@ -16,13 +16,14 @@ from test_matrix import make_step
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from oracle_offload import _core, simulator
+from oracle_offload import _core
 from oracle_offload.compress import choice, coder, steps
+from oracle_offload.engine import simulator
+from oracle_offload.engine.geometry import aligned
+from oracle_offload.engine.simulated_time import SimulatedTime
 from oracle_offload.errors import OffloadError
-from oracle_offload.geometry import aligned
+from oracle_offload.host.sizes import format_size
 from oracle_offload.planning import unmeasured
-from oracle_offload.simulated_time import SimulatedTime
-from oracle_offload.sizes import format_size
 
 SIZE, DEPTH, ROWS = 512, 24, 64
 LAYER_BYTES = 2 * SIZE * SIZE

@@ -16,8 +16,9 @@ from equality import assert_models_agree, assert_same, attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import MemoryManager, OffloadError, selection
-from oracle_offload.engines import open_states
+from oracle_offload import MemoryManager, OffloadError
+from oracle_offload.engine.engines import open_states
+from oracle_offload.model import selection
 
 
 def mlp(*sizes):
@@ -491,7 +492,7 @@ def test_lora_style_wrappers_around_forward():
             if not wrap_first:
                 torch.manual_seed(1)
                 Lora(model[0])
-            with oracle_offload.witness.Witness() as witness:
+            with oracle_offload.model.witness.Witness() as witness:
                 assert_same(forward(model), expected)
             assert witness.arena_reads
         assert_same(forward(model), expected)
@@ -600,7 +601,7 @@ def test_a_deleted_model_gives_its_memory_back():
     del model
     gc.collect()
     assert forward_only.shape == (1, 32)
-    from oracle_offload.engines import open_states
+    from oracle_offload.engine.engines import open_states
 
     assert not open_states()
 
@@ -630,7 +631,7 @@ def test_detaching_one_model_leaves_anothers_layers_managed():
         expected = forward(one)
         manager.detach()
         assert type(one[0]) is nn.Linear
-        with oracle_offload.witness.Witness() as witness:
+        with oracle_offload.model.witness.Witness() as witness:
             forward(other)
         assert witness.arena_reads, "its layer is managed still"
         with torch.no_grad():

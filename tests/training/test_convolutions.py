@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import selection
 from oracle_offload.layers.any import AnyLayer
 from oracle_offload.layers.conv import Conv1dLayer, Conv2dLayer, Conv3dLayer
 from oracle_offload.layers.swap import answering_class
+from oracle_offload.model import selection
 
 CHANNELS = 4
 SIZES = {1: (11,), 2: (7, 9), 3: (5, 6, 7)}

@@ -14,10 +14,11 @@ import pytest
 import torch
 from diffusers.utils import logging as diffusers_logging
 
-from oracle_offload import cli, demo
-from oracle_offload.engines import open_states
-from oracle_offload.sizes import format_size, parse_size
-from oracle_offload.views.timeline import timeline_svg
+from oracle_offload import cli
+from oracle_offload.commands import demo
+from oracle_offload.engine.engines import open_states
+from oracle_offload.host.sizes import format_size, parse_size
+from oracle_offload.observe.timeline import timeline_svg
 
 
 def test_demo_trains_alike_and_draws_its_step(tmp_path, capsys, monkeypatch):

@@ -10,7 +10,8 @@ import torch
 from equality import attached
 from torch import nn
 
-from oracle_offload import demo, simulator
+from oracle_offload.commands import demo
+from oracle_offload.engine import simulator
 from oracle_offload.manager import manager_of
 
 
@@ -235,7 +236,7 @@ def test_the_demonstration_takes_the_card_if_there_is_one_and_nothing_else_is_sa
     def ask(device):
         raise Asked(device)
 
-    monkeypatch.setattr("oracle_offload.devices.parse_device", ask)
+    monkeypatch.setattr("oracle_offload.engine.devices.parse_device", ask)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_card)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     with pytest.raises(Asked) as raised:

@@ -10,9 +10,10 @@ from equality import attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import OffloadError, _core, simulator
-from oracle_offload.devices import Cuda, parse_device
-from oracle_offload.engines import open_states
+from oracle_offload import OffloadError, _core
+from oracle_offload.engine import simulator
+from oracle_offload.engine.devices import Cuda, parse_device
+from oracle_offload.engine.engines import open_states
 
 
 @pytest.fixture

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import OffloadError, selection
+from oracle_offload import OffloadError
 from oracle_offload.errors import StaleWeightsError
 from oracle_offload.layers.handle import Handle
-from oracle_offload.witness import Witness
+from oracle_offload.model import selection
+from oracle_offload.model.witness import Witness
 
 WIDTH = 32
 MODES = ["plain", "autocast", "not-reentrant"]

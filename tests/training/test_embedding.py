@@ -23,10 +23,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import OffloadError, selection, simulator
+from oracle_offload import OffloadError
+from oracle_offload.engine import simulator
 from oracle_offload.layers.any import AnyLayer
 from oracle_offload.layers.embedding import EmbeddingLayer
 from oracle_offload.layers.swap import answering_class, base_class
+from oracle_offload.model import selection
 
 ROWS, WIDTH, IDS = 50, 16, (2, 7)
 TABLE_BYTES = 4 * ROWS * WIDTH
@@ -271,7 +273,7 @@ def test_a_step_after_sampling_alone_is_no_race(device, sim):
     with attached(managed, device):
         optimizer = torch.optim.SGD(managed.parameters(), lr=0.1)
         make_step(device)(managed)
-        with torch.no_grad(), oracle_offload.witness.Witness(declare=is_simulated(device)):
+        with torch.no_grad(), oracle_offload.model.witness.Witness(declare=is_simulated(device)):
             managed.tokens(ids_of().to(device))
             optimizer.step()  # the fixture finds no report
 

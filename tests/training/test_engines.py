@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import OffloadError, engines, phases
-from oracle_offload.engines import DeviceState, Layout, Segment
+from oracle_offload import OffloadError
+from oracle_offload.engine import engines, phases
+from oracle_offload.engine.engines import DeviceState, Layout, Segment
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from equality import Recorder, assert_models_agree, assert_same, attached, resid
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import selection
+from oracle_offload.model import selection
 
 REGISTER = {
     "forward pre": nn.Module.register_forward_pre_hook,
@@ -298,7 +298,7 @@ def test_a_loop_that_catches_running_out_of_memory_goes_on_as_the_resident_one(d
 
 def test_the_arena_runs_out_and_the_loop_goes_on():
     """Out of memory of the engine's own, by a driver call that says so, at each call of a step."""
-    from oracle_offload import simulator
+    from oracle_offload.engine import simulator
 
     managed, resident = pair(reentrant=False)
     start = {name: value.clone() for name, value in resident.state_dict().items()}

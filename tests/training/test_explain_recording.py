@@ -10,9 +10,10 @@ from equality import attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import explain_oom, phases, simulator
+from oracle_offload import explain_oom
 from oracle_offload.cli import main
-from oracle_offload.views.recording import SCHEMA, Recording
+from oracle_offload.engine import phases, simulator
+from oracle_offload.observe.recording import SCHEMA, Recording
 
 GIB, MIB = 1 << 30, 1 << 20
 FULL = (

@@ -14,9 +14,10 @@ from equality import assert_same, attached
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oracle_offload import NoRoomError, find_batch_size, remembered
-from oracle_offload.survive import batch_size, known_sizes
-from oracle_offload.survive.keeping import TrainingState, keep
+from oracle_offload import NoRoomError, find_batch_size
+from oracle_offload.host import remembered
+from oracle_offload.train.survive import batch_size, known_sizes
+from oracle_offload.train.survive.keeping import TrainingState, keep
 
 WIDTH = 8
 

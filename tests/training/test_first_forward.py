@@ -24,8 +24,8 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload.engines import open_states
-from oracle_offload.witness import Witness
+from oracle_offload.engine.engines import open_states
+from oracle_offload.model.witness import Witness
 
 
 class Block(nn.Module):

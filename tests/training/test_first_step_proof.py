@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import OffloadError, first_step_proof
-from oracle_offload.survive import proof
+from oracle_offload.train.survive import proof
 
 WIDTH = 32
 

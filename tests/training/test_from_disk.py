@@ -20,15 +20,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import masters, simulator
 from oracle_offload.disk.checkpoint import Checkpoint, WeightFile
 from oracle_offload.disk.conversion import find_sources, ignored_patterns
 from oracle_offload.disk.header import Stored
-from oracle_offload.disk.loading import Loading
 from oracle_offload.disk.source import Fragment, Source, whole
-from oracle_offload.engines import open_states
+from oracle_offload.engine import simulator
+from oracle_offload.engine.engines import open_states
+from oracle_offload.engine.geometry import memory_of
 from oracle_offload.errors import OffloadError
-from oracle_offload.geometry import memory_of
+from oracle_offload.model import masters
+from oracle_offload.model.loading import Loading
 
 
 class Tower(nn.Module):
@@ -670,7 +671,7 @@ def test_what_is_quantised_is_copied_in_small_pieces(tmp_path):
 
 
 def test_what_stays_resident_is_on_the_host_in_batches(tmp_path, monkeypatch):
-    from oracle_offload.disk import loading
+    from oracle_offload.model import loading
 
     resident, path = saved(tmp_path)
     managed = without_values()

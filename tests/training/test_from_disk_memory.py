@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import oracle_offload
-from oracle_offload import masters
+from oracle_offload.model import masters
 
 torch.set_num_threads(2)
 folder, layers, width = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

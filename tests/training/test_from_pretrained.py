@@ -19,12 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import oracle_offload
-from oracle_offload.disk import conversion, pretrained
+from oracle_offload.disk import conversion
 from oracle_offload.disk.checkpoint import Checkpoint
 from oracle_offload.disk.header import Stored
 from oracle_offload.disk.source import Fragment, Source
-from oracle_offload.engines import open_states
+from oracle_offload.engine.engines import open_states
 from oracle_offload.errors import OffloadError
+from oracle_offload.train import pretrained
 
 
 def t5():

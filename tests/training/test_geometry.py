@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oracle_offload import _core
-from oracle_offload.geometry import (
+from oracle_offload.engine.geometry import (
     Spans,
     aligned,
     contiguous_stride,

@@ -30,8 +30,8 @@ from oracle_offload import (
     worker_budgets,
 )
 from oracle_offload.errors import OffloadError
-from oracle_offload.survive import pressure, thermal
-from oracle_offload.survive.pressure import Reading, limit_of
+from oracle_offload.train.survive import pressure, thermal
+from oracle_offload.train.survive.pressure import Reading, limit_of
 
 GB = 1_000_000_000
 

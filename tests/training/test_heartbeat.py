@@ -21,13 +21,14 @@ import torch
 from equality import attached
 from torch import nn
 
-from oracle_offload import OffloadError, heartbeat, simulator
+from oracle_offload import OffloadError
 from oracle_offload.commands import watch as watching
-from oracle_offload.heartbeat import Heartbeat
+from oracle_offload.engine import simulator
 from oracle_offload.host.cache import folder
 from oracle_offload.host.processes import machine
-from oracle_offload.meter import Meter
-from oracle_offload.views import live
+from oracle_offload.observe import heartbeat, live
+from oracle_offload.observe.heartbeat import Heartbeat
+from oracle_offload.observe.meter import Meter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -591,7 +592,7 @@ def test_on_a_terminal_the_view_is_drawn_over_until_the_training_ends(
 ):
     from oracle_offload.commands import watch as command
 
-    monkeypatch.setitem(sys.modules, "oracle_offload.views.screen", None)  # as without rich
+    monkeypatch.setitem(sys.modules, "oracle_offload.observe.screen", None)  # as without rich
     monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
@@ -639,7 +640,7 @@ def test_it_looks_again_on_a_terminal_or_for_json_and_draws_over_text_alone(
 ):
     from oracle_offload.commands import watch as command
 
-    monkeypatch.setitem(sys.modules, "oracle_offload.views.screen", None)  # as without rich
+    monkeypatch.setitem(sys.modules, "oracle_offload.observe.screen", None)  # as without rich
     monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
@@ -842,7 +843,7 @@ def test_in_a_terminal_of_any_width_it_fits_and_control_c_leaves_it(tmp_path, co
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a pseudo terminal")
 def test_what_was_lately_is_shown_and_names_steer_no_terminal(monkeypatch):
-    screen = pytest.importorskip("oracle_offload.views.screen")
+    screen = pytest.importorskip("oracle_offload.observe.screen")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("LINES", "60")
     told = document()

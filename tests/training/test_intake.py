@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import oracle_offload  # noqa: E402
-from oracle_offload import devices, intake, locking, masters  # noqa: E402
+from oracle_offload.engine import devices  # noqa: E402
+from oracle_offload.model import intake, locking, masters  # noqa: E402
 
 WIDTHS = (64, 200, 33, 128)  # a layer of 200 x 64 fills more than one buffer of the tests
 

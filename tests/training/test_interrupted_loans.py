@@ -12,9 +12,10 @@ import torch
 from equality import assert_same, attached
 from torch import nn
 
-from oracle_offload import autocast, exemption, locks, selection
+from oracle_offload.engine import exemption, locks
 from oracle_offload.layers import any as lent
-from oracle_offload.layers import embedding, loan
+from oracle_offload.layers import autocast, embedding, loan
+from oracle_offload.model import selection
 
 FILES = {module.__file__ for module in (loan, lent, embedding, locks, exemption, autocast)}
 FILES.add(__file__)

@@ -14,13 +14,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import OffloadError, kept, simulator
+from oracle_offload import OffloadError
 from oracle_offload.aitoolkit import MemoryManager
-from oracle_offload.engines import open_states
-from oracle_offload.geometry import unit_bytes
+from oracle_offload.engine import simulator
+from oracle_offload.engine.engines import open_states
+from oracle_offload.engine.geometry import unit_bytes
 from oracle_offload.host import memory
+from oracle_offload.host.sizes import MIB
 from oracle_offload.layers.swap import is_managed
-from oracle_offload.sizes import MIB
+from oracle_offload.model import kept
 
 
 class Net(nn.Module):

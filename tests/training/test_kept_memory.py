@@ -36,7 +36,7 @@ for name in ("empty.memory_format", "empty_strided", "_to_copy"):
 simgpu.install()
 
 import oracle_offload
-from oracle_offload import masters
+from oracle_offload.model import masters
 from oracle_offload.aitoolkit import MemoryManager
 
 masters.PIECE_BYTES = 64 << 20  # more than both rings, as of real models

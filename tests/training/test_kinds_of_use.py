@@ -8,8 +8,8 @@ from equality import attached
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import selection
 from oracle_offload._core import BACKWARD, FORWARD, RECOMPUTE, RECORDED
+from oracle_offload.model import selection
 
 
 @pytest.fixture(autouse=True)

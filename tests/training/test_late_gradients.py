@@ -11,8 +11,8 @@ from equality import assert_same, attached, gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import gradients as module
-from oracle_offload.witness import Witness
+from oracle_offload.layers import gradients as module
+from oracle_offload.model.witness import Witness
 
 
 class Tied(nn.Module):

@@ -15,8 +15,8 @@ from equality import assert_models_agree, assert_same, attached, gradients, resi
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload.sizes import MIB
-from oracle_offload.witness import Witness
+from oracle_offload.host.sizes import MIB
+from oracle_offload.model.witness import Witness
 
 WIDTH = 128
 

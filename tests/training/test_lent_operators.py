@@ -13,9 +13,10 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from oracle_offload import OffloadError, StaleWeightsError, selection
+from oracle_offload import OffloadError, StaleWeightsError
 from oracle_offload.layers import compiled
 from oracle_offload.layers.compiled import Whole
+from oracle_offload.model import selection
 
 WIDTH = 8
 ONE = "([True],'forward',(...,),{})"  # a call with one tensor

@@ -18,9 +18,11 @@ from equality import assert_same, attached, gradients
 from torch import nn
 
 import oracle_offload
-from oracle_offload import _core, locking, masters, simulator
-from oracle_offload.locking import headroom
-from oracle_offload.sizes import MIB
+from oracle_offload import _core
+from oracle_offload.engine import simulator
+from oracle_offload.host.sizes import MIB
+from oracle_offload.model import locking, masters
+from oracle_offload.model.locking import headroom
 
 WIDTH = 1024  # 4 MiB a layer, in float32
 SLACK = 64 * MIB  # what may stay unlocked though there is room
@@ -294,7 +296,7 @@ import os, sys
 import torch
 from torch import nn
 import oracle_offload
-from oracle_offload import simulator
+from oracle_offload.engine import simulator
 
 model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
 manager = oracle_offload.attach(model, "cpu", lock="never")

@@ -1,4 +1,4 @@
-"""The order of `oracle_offload.locks` is kept by threads that do all at once."""
+"""The order of `oracle_offload.engine.locks` is kept by threads that do all at once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from equality import assert_same
 from torch import nn
 
 import oracle_offload
-from oracle_offload import arena, attachment, engines, masters, selection
-from oracle_offload.locks import Lock
-from oracle_offload.witness import Witness
+from oracle_offload.engine import engines
+from oracle_offload.engine.locks import Lock
+from oracle_offload.model import arena, attachment, masters, selection
+from oracle_offload.model.witness import Witness
 
 LINES = ("turn", "structure", "watch", "activations", "device", "registry", "engine")
 ROUNDS = 3

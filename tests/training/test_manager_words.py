@@ -16,12 +16,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import oracle_offload
-from oracle_offload import OffloadError, devices, masters, selection
+from oracle_offload import OffloadError
 from oracle_offload import manager as manager_module
-from oracle_offload.arena import Arena
 from oracle_offload.compress.choice import staging_bytes
-from oracle_offload.engines import open_states
-from oracle_offload.sizes import format_size
+from oracle_offload.engine import devices
+from oracle_offload.engine.engines import open_states
+from oracle_offload.host.sizes import format_size
+from oracle_offload.model import masters, selection
+from oracle_offload.model.arena import Arena
 
 KIB, MIB = 1 << 10, 1 << 20
 LAYER = 64 * KIB  # one of `tower`, a unit of its own

@@ -14,11 +14,13 @@ import torch
 from equality import attached
 from torch import nn
 
-from oracle_offload import DriverError, _core, masters, simulator
+from oracle_offload import DriverError, _core
 from oracle_offload._core import HostBuffer
-from oracle_offload.geometry import is_dense
+from oracle_offload.engine import simulator
+from oracle_offload.engine.geometry import is_dense
 from oracle_offload.host import memory
-from oracle_offload.masters import Piece, Pieces, split_pieces
+from oracle_offload.model import masters
+from oracle_offload.model.masters import Piece, Pieces, split_pieces
 
 STEP = _core.ALIGNMENT
 

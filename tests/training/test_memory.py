@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import oracle_offload
 from oracle_offload import OffloadError, _core
-from oracle_offload.witness import Witness
+from oracle_offload.model.witness import Witness
 
 
 def tower(depth=16):
@@ -169,7 +169,7 @@ def test_no_more_device_memory_is_taken_than_the_model_can_use(budget):
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_registration_refused_from_the_kth_piece_on(sim, monkeypatch, nth):
     """The rest stays pageable, the bits stay the same, and the summary says so."""
-    from oracle_offload import masters
+    from oracle_offload.model import masters
 
     monkeypatch.setattr(masters, "PIECE_BYTES", 600_000)
     torch.manual_seed(0)
@@ -191,7 +191,7 @@ def test_registration_refused_from_the_kth_piece_on(sim, monkeypatch, nth):
 
 
 def test_lock_locks_no_more_than_it_says(monkeypatch):
-    from oracle_offload import masters
+    from oracle_offload.model import masters
 
     monkeypatch.setattr(masters, "PIECE_BYTES", 600_000)
     torch.manual_seed(0)
@@ -466,7 +466,7 @@ FORK = """
 import ctypes, os, sys, time, torch, oracle_offload
 from torch import nn
 from torch.utils.data import DataLoader
-from oracle_offload import masters
+from oracle_offload.model import masters
 
 def layer():
     made = nn.utils.skip_init(nn.Linear, 4096, 4096, bias=False)
@@ -545,7 +545,9 @@ def test_forked_workers_cost_nothing_and_are_refused(forks):
 PEAK = """
 import sys, torch, torch._dynamo, oracle_offload
 from torch import nn
-from oracle_offload import manager, masters, simulator
+from oracle_offload import manager
+from oracle_offload.model import masters
+from oracle_offload.engine import simulator
 simulator.library()
 GIB = 1 << 30
 masters.PIECE_BYTES = GIB // 4

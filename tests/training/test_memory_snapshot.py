@@ -14,9 +14,10 @@ from equality import attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import engines, simulator, snapshot
-from oracle_offload.geometry import stored_bytes
-from oracle_offload.snapshot_file import held, read_snapshot
+from oracle_offload.engine import engines, simulator
+from oracle_offload.engine.geometry import stored_bytes
+from oracle_offload.observe import snapshot
+from oracle_offload.observe.snapshot_file import held, read_snapshot
 
 MIB = 1 << 20
 LINE = {"filename": "/home/me/train.py", "line": 31, "name": "forward"}

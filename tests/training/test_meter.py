@@ -11,9 +11,11 @@ from equality import attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import OffloadError, engines, meter, simulator
-from oracle_offload.heartbeat import pulse
-from oracle_offload.meter import Meter
+from oracle_offload import OffloadError
+from oracle_offload.engine import engines, simulator
+from oracle_offload.observe import meter
+from oracle_offload.observe.heartbeat import pulse
+from oracle_offload.observe.meter import Meter
 
 GROWING = "h2d_bytes d2h_bytes acquires hits late stale evictions host_waits".split()
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from oracle_offload import OffloadError, accumulate
-from oracle_offload.micro_batches.thread_state import can_take_turns
-from oracle_offload.witness import Witness
+from oracle_offload.model.witness import Witness
+from oracle_offload.train.micro_batches.thread_state import can_take_turns
 
 pytest.importorskip("greenlet")
 pytestmark = pytest.mark.skipif(not can_take_turns(), reason="turns are taken from torch 2.8 on")

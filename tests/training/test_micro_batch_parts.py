@@ -22,11 +22,12 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracle_offload
-from oracle_offload import OffloadError, exemption
-from oracle_offload.micro_batches import kernel_flags, thread_state
-from oracle_offload.micro_batches.grains import grains_of
-from oracle_offload.micro_batches.leaves import Graph, Leaves, no_graph_task
-from oracle_offload.micro_batches.thread_state import Generators, ThreadStates, can_take_turns
+from oracle_offload import OffloadError
+from oracle_offload.engine import exemption
+from oracle_offload.train.micro_batches import kernel_flags, thread_state
+from oracle_offload.train.micro_batches.grains import grains_of
+from oracle_offload.train.micro_batches.leaves import Graph, Leaves, no_graph_task
+from oracle_offload.train.micro_batches.thread_state import Generators, ThreadStates, can_take_turns
 
 # ---- graphs ----
 

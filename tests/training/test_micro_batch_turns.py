@@ -20,10 +20,11 @@ from equality import assert_same, attached, gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import OffloadError, accumulate, structure
-from oracle_offload.micro_batches.accumulate import _Accumulation
-from oracle_offload.micro_batches.attributes import are_same
-from oracle_offload.micro_batches.thread_state import can_take_turns
+from oracle_offload import OffloadError, accumulate
+from oracle_offload.model import structure
+from oracle_offload.train.micro_batches.accumulate import _Accumulation
+from oracle_offload.train.micro_batches.attributes import are_same
+from oracle_offload.train.micro_batches.thread_state import can_take_turns
 
 pytest.importorskip("greenlet")
 pytestmark = pytest.mark.skipif(not can_take_turns(), reason="turns are taken from torch 2.8 on")

@@ -29,11 +29,11 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import OffloadError, accumulate
-from oracle_offload.micro_batches import thread_state
-from oracle_offload.micro_batches.attributes import are_same
-from oracle_offload.micro_batches.grains import Grains, _collect, grains_of
-from oracle_offload.micro_batches.thread_state import Generators
-from oracle_offload.witness import Witness
+from oracle_offload.model.witness import Witness
+from oracle_offload.train.micro_batches import thread_state
+from oracle_offload.train.micro_batches.attributes import are_same
+from oracle_offload.train.micro_batches.grains import Grains, _collect, grains_of
+from oracle_offload.train.micro_batches.thread_state import Generators
 
 pytest.importorskip("greenlet")
 MICRO_BATCHES = 4
@@ -546,12 +546,12 @@ def test_phases_are_its_own():
     def step(x):
         with oracle_offload.phase("sampling"), torch.no_grad():
             model(x)
-        assert oracle_offload.engines.phase_now() == "training"
+        assert oracle_offload.engine.engines.phase_now() == "training"
         return loss_of(model, x)
 
     with streamed(model, "cpu"):
         accumulate(step, inputs("cpu"))
-        assert oracle_offload.engines.phase_now() == "training"
+        assert oracle_offload.engine.engines.phase_now() == "training"
 
 
 class Rooted(Net):
@@ -961,7 +961,7 @@ def as_torch_has_it(model):
         torch.autograd.backward,
         torch.autograd.Function.__dict__["apply"],
         [name for name in vars(torch.utils.checkpoint._checkpoint_hook) if "__e" in name],
-        list(oracle_offload.structure.frames_aside),
+        list(oracle_offload.model.structure.frames_aside),
         [hook for part in model.modules() for hook in part._forward_hooks.values()],
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
@@ -1093,7 +1093,7 @@ def test_a_step_that_goes_on_after_it_was_ended_is_ended_again():
 
 def test_a_change_of_the_model_sees_the_calls_that_are_set_aside(device):
     """A module whose call is set aside keeps the class that its forward was looked up in."""
-    from oracle_offload.structure import _calls_begun
+    from oracle_offload.model.structure import _calls_begun
 
     model, seen = net(), []
 
@@ -1161,7 +1161,7 @@ def test_what_torch_calls_is_its_own_again():
         accumulate(lambda x: loss_of(model, x), inputs("cpu"))
         assert not any(part._forward_hooks for part in model.modules())
     assert (torch.autograd.backward, torch.autograd.Function.__dict__["apply"]) == before
-    assert oracle_offload.structure.frames_aside == []
+    assert oracle_offload.model.structure.frames_aside == []
 
 
 def test_attributes_are_the_same_where_that_can_be_seen():

@@ -8,7 +8,7 @@ import torch
 from equality import assert_models_agree, attached, resident_pair
 
 from oracle_offload import accumulate
-from oracle_offload.engines import open_states
+from oracle_offload.engine.engines import open_states
 
 pytest.importorskip("greenlet")
 MICRO_BATCHES = 4

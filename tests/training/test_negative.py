@@ -17,8 +17,9 @@ from torch.nn.attention.flex_attention import _create_empty_block_mask
 from torch.testing._internal.two_tensor import TwoTensor
 
 import oracle_offload
-from oracle_offload import OffloadError, admission, witness
+from oracle_offload import OffloadError
 from oracle_offload.layers.loan import Layer
+from oracle_offload.model import admission, witness
 
 
 def build():

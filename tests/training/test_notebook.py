@@ -18,7 +18,7 @@ from IPython.utils.capture import capture_output
 from torch import nn
 
 import oracle_offload
-from oracle_offload import simulator
+from oracle_offload.engine import simulator
 
 TRAIN = """
 model(torch.randn(3, 64)).sum().backward()

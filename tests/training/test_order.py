@@ -16,10 +16,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import _core, order, simulator
+from oracle_offload import _core
 from oracle_offload.aitoolkit import MemoryManager
 from oracle_offload.aitoolkit.run_folder import find_run_folder, find_trainer
-from oracle_offload.witness import Witness
+from oracle_offload.engine import simulator
+from oracle_offload.model import order
+from oracle_offload.model.witness import Witness
 
 F, R, B = _core.FORWARD, _core.RECOMPUTE, _core.BACKWARD
 
@@ -517,7 +519,7 @@ def test_what_is_no_document_of_ours_says_so(path, text, reason):
     [
         (b"", True),
         (b'{"sche', True),
-        (b'{"schema": "oracle_offload/order/', True),
+        (b'{"schema": "oracle_offload/model/order/', True),
         (b'{"schema": "oracle_offload/order/1", "f', True),
         (b'{"schema": "oracle_offload/order/27"}', True),
         (b'{"schema": "oracle_offload/sizes/1"}', False),

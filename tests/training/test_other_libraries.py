@@ -17,9 +17,10 @@ from equality import assert_same, attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import OffloadError, selection
+from oracle_offload import OffloadError
 from oracle_offload.layers.swap import is_managed
-from oracle_offload.witness import Witness
+from oracle_offload.model import selection
+from oracle_offload.model.witness import Witness
 
 IDS = torch.randint(1, 64, (2, 5), generator=torch.Generator().manual_seed(0))
 LORA = {"r": 4, "init_lora_weights": False, "target_modules": ["q_proj", "up_proj"]}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import profiler
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload.witness import Witness
+from oracle_offload.model.witness import Witness
 
 
 class Net(nn.Module):

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import oracle_offload
-from oracle_offload import masters, simulator
-from oracle_offload.disk import loading
 from oracle_offload.disk.quantising import Quantiser
-from oracle_offload.engines import open_states
+from oracle_offload.engine import simulator
+from oracle_offload.engine.engines import open_states
 from oracle_offload.layers.flatten import plain_tensors
 from oracle_offload.layers.formats import _is_weight_only, format_of
+from oracle_offload.model import loading, masters
 
 
 def torchao_int8(module):

@@ -10,17 +10,17 @@ import torch
 from equality import assert_same, attached, gradients, resident_pair
 from torch import nn
 
-from oracle_offload.recipes.accumulation import backward_weighted, evaluate
-from oracle_offload.recipes.attention import AttentionBackends, allowed_backends
-from oracle_offload.recipes.checkpointing import set_checkpointing
-from oracle_offload.recipes.long_sequences import (
+from oracle_offload.train.recipes.accumulation import backward_weighted, evaluate
+from oracle_offload.train.recipes.attention import AttentionBackends, allowed_backends
+from oracle_offload.train.recipes.checkpointing import set_checkpointing
+from oracle_offload.train.recipes.long_sequences import (
     Chunk,
     carried,
     chunks_of,
     declared,
     next_token_loss,
 )
-from oracle_offload.recipes.mixed_precision import MixedPrecision, best_dtype
+from oracle_offload.train.recipes.mixed_precision import MixedPrecision, best_dtype
 
 
 class Net(nn.Module):

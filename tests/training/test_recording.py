@@ -22,9 +22,10 @@ from equality import attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import OffloadError, engines, phases, simulator
-from oracle_offload import recorder as recorders
-from oracle_offload.views.recording import Recording
+from oracle_offload import OffloadError
+from oracle_offload.engine import engines, phases, simulator
+from oracle_offload.observe import recorder as recorders
+from oracle_offload.observe.recording import Recording
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 2

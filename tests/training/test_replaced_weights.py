@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import oracle_offload
-from oracle_offload import _core, masters
+from oracle_offload import _core
 from oracle_offload.layers.leaf import is_plain_master
 from oracle_offload.layers.swap import HANDLE
+from oracle_offload.model import masters
 
 WIDTH = 96
 

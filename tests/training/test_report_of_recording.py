@@ -12,9 +12,9 @@ from equality import attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import simulator
 from oracle_offload.cli import main
-from oracle_offload.views.run_report import of_recording
+from oracle_offload.engine import simulator
+from oracle_offload.observe.run_report import of_recording
 
 
 def train(model, steps):

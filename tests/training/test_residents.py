@@ -10,8 +10,8 @@ from equality import attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import masters
-from oracle_offload.residents import move_residents, resident_gradient_bytes
+from oracle_offload.model import masters
+from oracle_offload.model.residents import move_residents, resident_gradient_bytes
 
 
 class Mixed(nn.Module):

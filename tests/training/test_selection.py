@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from oracle_offload import OffloadError, selection
+from oracle_offload import OffloadError
 from oracle_offload._core import ALIGNMENT
 from oracle_offload.layers.linear import LinearLayer
 from oracle_offload.layers.swap import apply_to_residents
-from oracle_offload.selection import (
+from oracle_offload.model import selection
+from oracle_offload.model.selection import (
     Chosen,
     NothingToManage,
     choose,

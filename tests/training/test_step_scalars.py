@@ -18,9 +18,10 @@ from equality import assert_same, attached, is_simulated
 from torch import nn
 from torch.amp import grad_scaler
 
-from oracle_offload import OffloadError, step_scalars
+from oracle_offload import OffloadError
 from oracle_offload.aitoolkit import MemoryManager
-from oracle_offload.engines import open_states
+from oracle_offload.engine import step_scalars
+from oracle_offload.engine.engines import open_states
 
 SCALE = 1024.0
 

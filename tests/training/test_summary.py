@@ -13,10 +13,10 @@ from equality import attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import devices, simulator
+from oracle_offload.engine import devices, simulator
 from oracle_offload.host.memory import read_meminfo
-from oracle_offload.views import summary
-from oracle_offload.views.verdict import Load
+from oracle_offload.observe import summary
+from oracle_offload.observe.verdict import Load
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -333,7 +333,7 @@ def test_after_running_out_of_memory_it_is_whole(sim):
 def test_in_a_forked_worker_it_says_whose_model_it_is(forks):
     code = """
 import os, sys, torch, oracle_offload
-from oracle_offload import engines
+from oracle_offload.engine import engines
 model = torch.nn.Sequential(torch.nn.Linear(64, 64))
 oracle_offload.attach(model, "cpu")
 engines._registry_lock.__enter__()  # as another thread may hold it at a fork

@@ -16,10 +16,10 @@ from equality import assert_models_agree, attached, resident_pair
 from ostris import to_ostris
 from torch import Tensor, nn
 
-from oracle_offload import selection
 from oracle_offload.layers import swap
 from oracle_offload.layers.handle import Handle
 from oracle_offload.layers.swap import HANDLE, base_class, has_own_forward, is_managed, managed_keys
+from oracle_offload.model import selection
 
 
 @pytest.fixture(autouse=True)

@@ -23,12 +23,12 @@ from ostris import OstrisLinear, to_ostris
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import admission, masters
 from oracle_offload.layers.linear import LinearLayer
 from oracle_offload.layers.quantised import QuantisedLayer
 from oracle_offload.layers.swap import HANDLE
-from oracle_offload.structure import _calls_begun
-from oracle_offload.witness import Witness
+from oracle_offload.model import admission, masters
+from oracle_offload.model.structure import _calls_begun
+from oracle_offload.model.witness import Witness
 
 WIDTH = 256  # each layer is a unit of its own
 

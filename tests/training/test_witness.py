@@ -10,11 +10,12 @@ from equality import attached
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oracle_offload import OffloadError, simulator
-from oracle_offload import witness as witness_module
-from oracle_offload.exemption import exempt, is_exempt
-from oracle_offload.operators import Operator, operator_of, tensors_in
-from oracle_offload.witness import Witness, refusal
+from oracle_offload import OffloadError
+from oracle_offload.engine import simulator
+from oracle_offload.engine.exemption import exempt, is_exempt
+from oracle_offload.engine.operators import Operator, operator_of, tensors_in
+from oracle_offload.model import witness as witness_module
+from oracle_offload.model.witness import Witness, refusal
 
 
 class Seen(TorchDispatchMode):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import OffloadError
-from oracle_offload.witness import Witness
+from oracle_offload.model.witness import Witness
 
 
 @pytest.fixture(autouse=True)

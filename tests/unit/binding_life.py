@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from oracle_offload import _core, simulator
+from oracle_offload import _core
+from oracle_offload.engine import simulator
 from oracle_offload.errors import DriverError, OffloadError
 
 LIBRARY = str(simulator.library_path())

@@ -380,7 +380,7 @@ def test_a_file_is_ours_that_names_us_and_a_release(content: bytes, release: str
 def test_the_codes_of_a_run_are_those_that_it_was_given(
     toolkit: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from oracle_offload.aitoolkit import command
+    from oracle_offload.commands import aitoolkit as command
 
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oracle_offload.doctor.allocator import (
+from oracle_offload.diagnose.doctor.allocator import (
     _OPTIONS,
     configure_allocator,
     find_allocator_variable,

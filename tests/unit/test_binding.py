@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from binding_life import LIBRARY, Life, drop_while_locked, fail_once, live_once, share_memory
 
-from oracle_offload import _core, simulator
+from oracle_offload import _core
+from oracle_offload.engine import simulator
 from oracle_offload.errors import DriverError, OffloadError
 
 LIVES = 1000

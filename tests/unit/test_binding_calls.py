@@ -17,7 +17,8 @@ import pytest
 from binding_life import LIBRARY, Life
 from test_binding import ARGUMENTS, arguments_of
 
-from oracle_offload import _core, simulator
+from oracle_offload import _core
+from oracle_offload.engine import simulator
 from oracle_offload.errors import DriverError, NoRoomError, OffloadError
 
 KIB = 1024

@@ -8,7 +8,8 @@ import ctypes
 import pytest
 from binding_life import LIBRARY, Life
 
-from oracle_offload import _core, simulator
+from oracle_offload import _core
+from oracle_offload.engine import simulator
 from oracle_offload.errors import OffloadError
 
 

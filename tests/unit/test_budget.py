@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from oracle_offload.budget import MARGIN, Budget, Reading
+from oracle_offload.model.budget import MARGIN, Budget, Reading
 
 RECORDED = Path(__file__).parents[1] / "data" / "allocator"
 FLOOR, MOST, GRAIN = 1 << 20, 1 << 30, 1 << 18

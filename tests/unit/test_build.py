@@ -19,7 +19,7 @@ import kernels
 import pytest
 
 import oracle_offload
-from oracle_offload.build_record import simulator_path
+from oracle_offload.host.build_record import simulator_path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(oracle_offload.__file__).parent
@@ -121,8 +121,8 @@ def test_build_info_says_what_was_built_and_why_not_the_rest() -> None:
 def test_build_info_without_a_build_says_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    module = importlib.import_module("oracle_offload.build_record")
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "build_record.py"))
+    module = importlib.import_module("oracle_offload.host.build_record")
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "host" / "build_record.py"))
     info = module.build_info()
     assert info["built"] is False
     assert "make build" in info["why_not"]
@@ -133,7 +133,7 @@ def test_build_info_without_a_build_says_how_to_get_one(
 def test_a_build_whose_simulator_is_gone_says_to_install_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    module = importlib.import_module("oracle_offload.build_record")
+    module = importlib.import_module("oracle_offload.host.build_record")
     record = {"built": True, "folder": str(tmp_path), "simulator": {"file": "simulator.so"}}
     monkeypatch.setattr(module, "build_info", lambda: record)
     with pytest.raises(FileNotFoundError, match=r"simulator\.so is missing .* install the package"):
@@ -143,7 +143,7 @@ def test_a_build_whose_simulator_is_gone_says_to_install_again(
 
 
 def test_a_library_that_is_not_installed_has_no_version() -> None:
-    module = importlib.import_module("oracle_offload.build_record")
+    module = importlib.import_module("oracle_offload.host.build_record")
     assert module._installed("no-such-distribution") is None
     assert module._installed("pytest") == pytest.__version__
 

@@ -18,7 +18,7 @@ from oracle_offload.compress.store import CODED, RAW, Store
 from oracle_offload.host.cache import folder
 from oracle_offload.host.owned import make_folder
 from oracle_offload.host.processes import machine
-from oracle_offload.sizes import format_size
+from oracle_offload.host.sizes import format_size
 
 
 @pytest.fixture
@@ -64,10 +64,10 @@ def test_clear_removes_what_is_the_caches(store: Store, capsys: pytest.CaptureFi
 def written_by_the_package() -> dict[str, Path]:
     """Let each module that writes into the cache folder do so; return module -> its file."""
     pytest.importorskip("torch")
-    from oracle_offload import heartbeat
     from oracle_offload.compress import steps
     from oracle_offload.compress.store import user_store
-    from oracle_offload.survive import known_sizes
+    from oracle_offload.observe import heartbeat
+    from oracle_offload.train.survive import known_sizes
 
     store = user_store()
     store.write("some" + CODED, memoryview(b"x" * 10))
@@ -77,9 +77,9 @@ def written_by_the_package() -> dict[str, Path]:
     heart.write()
     return {
         "compress/store.py": store.path("some" + CODED),
-        "survive/known_sizes.py": folder() / "sizes.json",
+        "train/survive/known_sizes.py": folder() / "sizes.json",
         "compress/steps.py": folder() / "steps.json",
-        "heartbeat.py": heart.path,
+        "observe/heartbeat.py": heart.path,
     }
 
 
@@ -95,8 +95,8 @@ def test_all_that_the_package_writes_is_listed_and_removed(
     reading = {
         "commands/cache.py",
         "commands/watch.py",
-        "views/live.py",
-        "remembered.py",
+        "observe/live.py",
+        "host/remembered.py",
     }  # of Rows
     monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path / "cache"))
     written = written_by_the_package()
@@ -112,7 +112,9 @@ def test_all_that_the_package_writes_is_listed_and_removed(
     assert f"{format_size(nbytes)} in 4 files" in said[-1]
 
     assert cli.main(["cache", "--clear"]) == 0
-    assert os.listdir(tmp_path / "cache") == [written["heartbeat.py"].name], "this process lives"
+    assert os.listdir(tmp_path / "cache") == [written["observe/heartbeat.py"].name], (
+        "this process lives"
+    )
     monkeypatch.setattr(cache, "is_alive", lambda pid: False if pid == os.getpid() else None)
     assert cli.main(["cache", "--clear"]) == 0
     assert os.listdir(tmp_path / "cache") == []

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 import oracle_offload
-from oracle_offload import cli, doctor
-from oracle_offload.doctor.finding import Finding
-from oracle_offload.doctor.report import DoctorReport
+from oracle_offload import cli
+from oracle_offload.diagnose import doctor
+from oracle_offload.diagnose.doctor.finding import Finding
+from oracle_offload.diagnose.doctor.report import DoctorReport
 
 ROOT = Path(__file__).parent.parent.parent
 

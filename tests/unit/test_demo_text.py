@@ -14,8 +14,9 @@ pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 
-from oracle_offload import cli, demo
-from oracle_offload.demo import DemoResult, describe
+from oracle_offload import cli
+from oracle_offload.commands import demo
+from oracle_offload.commands.demo import DemoResult, describe
 
 MIB = 1 << 20
 RESULT = DemoResult(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from oracle_offload.doctor import System
-from oracle_offload.doctor.checks_gpu import check_other_processes
-from oracle_offload.doctor.torch_build import TorchView
+from oracle_offload.diagnose.doctor import System
+from oracle_offload.diagnose.doctor.checks_gpu import check_other_processes
+from oracle_offload.diagnose.doctor.torch_build import TorchView
 from oracle_offload.host.gpus import Gpu, GpuProcess, GpuView
 
 GIB = 1 << 30
@@ -41,11 +41,11 @@ def test_a_torch_that_is_imported_answers_for_its_own_variables_alone(
         asked.append(environ)
         return elsewhere
 
-    monkeypatch.setattr("oracle_offload.doctor.system.imported_torch", lambda: here)
-    monkeypatch.setattr("oracle_offload.doctor.system.ask_torch", ask)
+    monkeypatch.setattr("oracle_offload.diagnose.doctor.system.imported_torch", lambda: here)
+    monkeypatch.setattr("oracle_offload.diagnose.doctor.system.ask_torch", ask)
     assert System().torch is here and asked == []
     assert System(environ=os.environ).torch is here and asked == []
     other = {**os.environ}
     assert System(environ=other).torch is elsewhere and asked == [other]
-    monkeypatch.setattr("oracle_offload.doctor.system.imported_torch", lambda: None)
+    monkeypatch.setattr("oracle_offload.diagnose.doctor.system.imported_torch", lambda: None)
     assert System().torch is elsewhere and asked == [other, os.environ]

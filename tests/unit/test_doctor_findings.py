@@ -16,10 +16,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from oracle_offload.doctor import System, examine
-from oracle_offload.doctor.checks import CHECKS
-from oracle_offload.doctor.finding import Finding
-from oracle_offload.doctor.torch_build import TorchView
+from oracle_offload.diagnose.doctor import System, examine
+from oracle_offload.diagnose.doctor.checks import CHECKS
+from oracle_offload.diagnose.doctor.finding import Finding
+from oracle_offload.diagnose.doctor.torch_build import TorchView
 from oracle_offload.host.gpus import Gpu, GpuProcess, GpuView
 
 GOLDEN = Path(__file__).parent.parent / "data" / "systems" / "findings.json"

@@ -20,10 +20,10 @@ from types import SimpleNamespace
 import pytest
 from importing import import_cost
 
-from oracle_offload.doctor import CHECKS, Finding, System, examine
-from oracle_offload.doctor import checks as checks_module
-from oracle_offload.doctor.report import DoctorReport
-from oracle_offload.doctor.torch_build import (
+from oracle_offload.diagnose.doctor import CHECKS, Finding, System, examine
+from oracle_offload.diagnose.doctor import checks as checks_module
+from oracle_offload.diagnose.doctor.report import DoctorReport
+from oracle_offload.diagnose.doctor.torch_build import (
     TorchView,
     ask_torch,
     find_torch,
@@ -33,7 +33,7 @@ from oracle_offload.doctor.torch_build import (
 from oracle_offload.host.cgroup import read_memory_limit
 from oracle_offload.host.files import Reading, list_names, read_text
 from oracle_offload.host.gpus import GpuView
-from oracle_offload.views.terminal import show
+from oracle_offload.host.terminal import show
 
 ROOT = Path(__file__).parent.parent.parent
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -119,7 +119,7 @@ def test_an_encoding_without_the_characters_of_a_path_is_no_obstacle(tmp_path: P
 # --- With things taken away --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["doctor", "doctor.allocator", "host.cgroup"])
+@pytest.mark.parametrize("part", ["diagnose.doctor", "diagnose.doctor.allocator", "host.cgroup"])
 def test_importing_stays_light(part: str) -> None:
     cost = import_cost(f"oracle_offload.{part}")
     assert cost.foreign == set()  # neither torch nor numpy nor pynvml
@@ -274,7 +274,7 @@ def test_an_imported_torch_answers_itself_so_a_variable_set_too_late_shows() -> 
         "torch._C._accelerator_getAllocatorSettings()\n"
         "os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'max_split_size_mb:512'\n"
         "subprocess.run = None  # no process may be needed\n"
-        "from oracle_offload.doctor import examine\n"
+        "from oracle_offload.diagnose.doctor import examine\n"
         "found = examine()['allocator']; print(found.verdict, found.value, found.why, sep='|')"
     )
     verdict, value, why = run([sys.executable, "-c", code]).stdout.strip().split("|")
@@ -288,7 +288,7 @@ def test_a_torch_that_cannot_be_imported_is_bad_and_quoted(tmp_path: Path) -> No
     (broken / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open')\n")
     (broken / "version.py").write_text("__version__ = '2.9.0+cu128'\ncuda: str = '12.8'\n")
     code = (
-        "from oracle_offload.doctor import examine\n"
+        "from oracle_offload.diagnose.doctor import examine\n"
         "found = examine()['torch']; print(found.verdict, found.value, found.why, sep='|')"
     )
     environ = {**ENVIRON, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
@@ -474,8 +474,8 @@ def test_a_child_killed_by_its_control_group_is_recognised() -> None:
         witness = subprocess.Popen(
             [sys.executable, "-c", join
              + "import json\n"
-             + "from oracle_offload.doctor import System\n"
-             + "from oracle_offload.doctor.checks_host import check_memory_limit\n"
+             + "from oracle_offload.diagnose.doctor import System\n"
+             + "from oracle_offload.diagnose.doctor.checks_host import check_memory_limit\n"
              + "for line in iter(input, ''):\n"
              + "    found = check_memory_limit(System())\n"
              + "    answer = [found.verdict, found.value, dict(found.facts)]\n"
@@ -510,8 +510,8 @@ def test_the_locked_memory_limit_of_a_process_is_the_one_in_force() -> None:
     code = (
         "import resource\n"
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
-        "from oracle_offload.doctor import System\n"
-        "from oracle_offload.doctor.checks_host import check_locked_memory\n"
+        "from oracle_offload.diagnose.doctor import System\n"
+        "from oracle_offload.diagnose.doctor.checks_host import check_locked_memory\n"
         "print(check_locked_memory(System()).facts['limit_bytes'])"
     )
     hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oracle_offload.doctor import CHECKS, System, checks_host, examine
-from oracle_offload.doctor.checks_gpu import check_other_processes
-from oracle_offload.doctor.checks_host import check_shared_memory
-from oracle_offload.doctor.finding import VERDICTS
-from oracle_offload.doctor.report import DoctorReport
-from oracle_offload.doctor.torch_build import TorchView
+from oracle_offload.diagnose.doctor import CHECKS, System, checks_host, examine
+from oracle_offload.diagnose.doctor.checks_gpu import check_other_processes
+from oracle_offload.diagnose.doctor.checks_host import check_shared_memory
+from oracle_offload.diagnose.doctor.finding import VERDICTS
+from oracle_offload.diagnose.doctor.report import DoctorReport
+from oracle_offload.diagnose.doctor.torch_build import TorchView
 from oracle_offload.host.cgroup import MemoryLimit, read_memory_limit
 from oracle_offload.host.gpus import Gpu, GpuProcess, GpuView
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from oracle_offload import cli
-from oracle_offload.explain import OomReport, command, explain_oom, reading
-from oracle_offload.explain.command import KEEP_CHARS, Follower
+from oracle_offload.diagnose.explain import OomReport, command, explain_oom, reading
+from oracle_offload.diagnose.explain.command import KEEP_CHARS, Follower
 
 FULL = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total "

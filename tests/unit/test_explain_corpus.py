@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from oracle_offload.explain import explain_oom
-from oracle_offload.explain.parse import find
-from oracle_offload.explain.templates import TEMPLATES
+from oracle_offload.diagnose.explain import explain_oom
+from oracle_offload.diagnose.explain.parse import find
+from oracle_offload.diagnose.explain.templates import TEMPLATES
 
 DATA = Path(__file__).parents[1] / "data" / "oom"
 SPLIT_SEED = 20261121  # chosen before the parser existed; the second half is only read here

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from oracle_offload.cli import build_parser
-from oracle_offload.explain import explain_oom
-from oracle_offload.explain.cause import TITLES
-from oracle_offload.explain.facts import FACT_TITLES
-from oracle_offload.explain.fixes import CATALOGUE
-from oracle_offload.explain.templates import TEMPLATES
+from oracle_offload.diagnose.explain import explain_oom
+from oracle_offload.diagnose.explain.cause import TITLES
+from oracle_offload.diagnose.explain.facts import FACT_TITLES
+from oracle_offload.diagnose.explain.fixes import CATALOGUE
+from oracle_offload.diagnose.explain.templates import TEMPLATES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -139,7 +139,7 @@ def test_the_examples_for_programs_run(
             exec(code[index], {"train": _train})
         assert "What to change first" in "".join(caught.value.__notes__)
     elif index == 1:
-        from oracle_offload.explain import hooks
+        from oracle_offload.diagnose.explain import hooks
 
         exec(code[index], {})
         assert sys.excepthook is hooks._excepthook

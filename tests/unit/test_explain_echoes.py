@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from oracle_offload.explain import explain_oom
-from oracle_offload.explain.parse import (
+from oracle_offload.diagnose.explain import explain_oom
+from oracle_offload.diagnose.explain.parse import (
     FIRST_HITS,
     LAST_HITS,
     LINE_REACH,

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from oracle_offload.explain import OomReport, explain_oom, is_oom, pipeline
-from oracle_offload.explain.cause import rank
-from oracle_offload.explain.history import Sign, signs
-from oracle_offload.explain.parse import find
+from oracle_offload.diagnose.explain import OomReport, explain_oom, is_oom, pipeline
+from oracle_offload.diagnose.explain.cause import rank
+from oracle_offload.diagnose.explain.history import Sign, signs
+from oracle_offload.diagnose.explain.parse import find
 
 DATA = Path(__file__).parents[1] / "data" / "oom"
 TOLD = DATA / "golden" / "told.json"
@@ -590,7 +590,7 @@ def test_a_chain_that_runs_in_a_circle_is_told_once() -> None:
 
 
 def test_a_tensor_larger_than_the_machine_is_told_so_and_not_to_use_fewer_workers() -> None:
-    from oracle_offload.explain.pipeline import explain
+    from oracle_offload.diagnose.explain.pipeline import explain
 
     text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 42949672960 bytes."
     larger = explain(text, None, None, ram=32 << 30)

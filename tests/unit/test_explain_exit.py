@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from oracle_offload.explain import host
-from oracle_offload.explain.history import records_in_log, signs
-from oracle_offload.explain.host import explain_exit, kill_counter, own_group
-from oracle_offload.explain.report import OomReport
+from oracle_offload.diagnose.explain import host
+from oracle_offload.diagnose.explain.history import records_in_log, signs
+from oracle_offload.diagnose.explain.host import explain_exit, kill_counter, own_group
+from oracle_offload.diagnose.explain.report import OomReport
 
 FULL = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total "

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from oracle_offload.explain import explain_oom, history
-from oracle_offload.explain.history import read_history, signs
-from oracle_offload.views.recording import SCHEMA
+from oracle_offload.diagnose.explain import explain_oom, history
+from oracle_offload.diagnose.explain.history import read_history, signs
+from oracle_offload.observe.recording import SCHEMA
 
 GiB = 1 << 30
 FULL = (

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from oracle_offload.explain import explained_oom, hooks
+from oracle_offload.diagnose.explain import explained_oom, hooks
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 24.00 GiB total capacity; "
 FULL += "22.00 GiB already allocated; 0.50 GiB free; 22.50 GiB reserved in total by PyTorch)"
@@ -111,7 +111,7 @@ def test_the_history_reaches_the_report() -> None:
 def test_the_hook_explains_an_uncaught_error_under_its_traceback() -> None:
     ended = run(
         f"""
-        from oracle_offload import explain
+        from oracle_offload.diagnose import explain
         explain.install(); explain.install()
         raise RuntimeError({FULL!r})
         """
@@ -123,12 +123,14 @@ def test_the_hook_explains_an_uncaught_error_under_its_traceback() -> None:
 
 
 def test_the_hook_says_nothing_of_another_error_and_without_a_standard_error() -> None:
-    ended = run("from oracle_offload import explain; explain.install(); raise ValueError('x')")
+    ended = run(
+        "from oracle_offload.diagnose import explain; explain.install(); raise ValueError('x')"
+    )
     assert ended.stderr.splitlines()[-1] == "ValueError: x"
     ended = run(
         f"""
         import sys
-        from oracle_offload import explain
+        from oracle_offload.diagnose import explain
         explain.install()
         sys.stderr = None
         raise RuntimeError({FULL!r})
@@ -140,7 +142,7 @@ def test_the_hook_says_nothing_of_another_error_and_without_a_standard_error() -
 def test_the_hook_explains_once_when_the_context_manager_was_there_first() -> None:
     ended = run(
         """
-        from oracle_offload import explain
+        from oracle_offload.diagnose import explain
         explain.install()
         with explain.explained_oom():
             raise MemoryError
@@ -153,7 +155,7 @@ def test_the_hook_works_in_threads_and_leaves_other_errors_alone() -> None:
     ended = run(
         """
         import threading
-        from oracle_offload import explain
+        from oracle_offload.diagnose import explain
         explain.install()
         def fail(error): raise error
         for error in (MemoryError(), ValueError("memory")):
@@ -265,12 +267,12 @@ def test_a_cell_is_explained_once_and_only_if_it_ran_out_of_memory(
 IPYTHON = """
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
-shell.run_cell("%load_ext oracle_offload.explain")
+shell.run_cell("%load_ext oracle_offload.diagnose.explain")
 shell.run_cell("raise ValueError('memory')")
 print("-- first")
 shell.run_cell("raise MemoryError")
 print("-- second")
-shell.run_cell("%unload_ext oracle_offload.explain")
+shell.run_cell("%unload_ext oracle_offload.diagnose.explain")
 shell.run_cell("raise MemoryError")
 """
 

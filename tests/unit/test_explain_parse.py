@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from importing import import_cost
 
-from oracle_offload.explain import explain_oom, is_oom
-from oracle_offload.explain.facts import SIZE, format_size, parse_size
-from oracle_offload.explain.parse import find, unwrap
-from oracle_offload.explain.report import OomReport
+from oracle_offload.diagnose.explain import explain_oom, is_oom
+from oracle_offload.diagnose.explain.facts import SIZE, format_size, parse_size
+from oracle_offload.diagnose.explain.parse import find, unwrap
+from oracle_offload.diagnose.explain.report import OomReport
 
 DATA = Path(__file__).parents[1] / "data" / "oom"
 TEXTS = [
@@ -245,7 +245,7 @@ def test_the_cost_grows_in_proportion_to_the_text() -> None:
 
 
 def test_importing_explain_costs_little_and_loads_nothing_of_others() -> None:
-    cost = import_cost("oracle_offload.explain")
+    cost = import_cost("oracle_offload.diagnose.explain")
     assert cost.foreign == set()  # neither torch nor numpy
     assert not {"json", "argparse", "traceback"} & cost.modules
     assert cost.events < 20_000 and len(cost.modules) < 80, cost

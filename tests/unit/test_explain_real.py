@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from oracle_offload.explain import explain_oom, is_oom
-from oracle_offload.explain.host import explain_exit, kill_counter
+from oracle_offload.diagnose.explain import explain_oom, is_oom
+from oracle_offload.diagnose.explain.host import explain_exit, kill_counter
 
 MiB = 1 << 20
 needs_torch = pytest.mark.skipif(

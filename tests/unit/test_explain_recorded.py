@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from oracle_offload.explain.recorded import history_of, pieces_in
-from oracle_offload.views.recording import SCHEMA
+from oracle_offload.diagnose.explain.recorded import history_of, pieces_in
+from oracle_offload.observe.recording import SCHEMA
 
 GIB = 1 << 30
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from oracle_offload.explain import explain_oom
-from oracle_offload.explain.cause import TITLES, where
-from oracle_offload.explain.facts import FACT_TITLES
-from oracle_offload.explain.fixes import CATALOGUE, PLANS
+from oracle_offload.diagnose.explain import explain_oom
+from oracle_offload.diagnose.explain.cause import TITLES, where
+from oracle_offload.diagnose.explain.facts import FACT_TITLES
+from oracle_offload.diagnose.explain.fixes import CATALOGUE, PLANS
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data" / "oom"

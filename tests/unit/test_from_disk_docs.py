@@ -18,7 +18,7 @@ import models  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import oracle_offload  # noqa: E402
-from oracle_offload.engines import open_states  # noqa: E402
+from oracle_offload.engine.engines import open_states  # noqa: E402
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-disk.md").read_text("utf-8")
 

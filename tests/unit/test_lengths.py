@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from oracle_offload.recipes.lengths import LengthBuckets
+from oracle_offload.train.recipes.lengths import LengthBuckets
 
 LENGTHS = [random.Random(number).randrange(1, 500) for number in range(203)]
 

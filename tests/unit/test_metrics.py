@@ -14,9 +14,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from oracle_offload.explain.history import MOST_RECORDS
-from oracle_offload.explain.reading import HEAD_BYTES, TAIL_BYTES
-from oracle_offload.metrics import SCHEMA, MetricsFile, read_metrics
+from oracle_offload.diagnose.explain.history import MOST_RECORDS
+from oracle_offload.diagnose.explain.reading import HEAD_BYTES, TAIL_BYTES
+from oracle_offload.observe.metrics import SCHEMA, MetricsFile, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -232,7 +232,7 @@ def test_a_header_that_fails_leaves_no_file_open(
 
 KILLED = """
 import sys
-from oracle_offload.metrics import MetricsFile
+from oracle_offload.observe.metrics import MetricsFile
 metrics = MetricsFile(sys.argv[1])
 for step in range(10**9):
     metrics.append({"step": step, "filling": "x" * 200})
@@ -264,6 +264,6 @@ def test_a_run_that_is_killed_loses_at_most_the_line_it_was_writing(tmp_path: Pa
 
 
 def test_reading_needs_no_torch(tmp_path: Path) -> None:
-    code = "import sys; import oracle_offload.metrics; sys.exit('torch' in sys.modules)"
+    code = "import sys; import oracle_offload.observe.metrics; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60)
     assert done.returncode == 0

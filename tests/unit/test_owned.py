@@ -14,9 +14,9 @@ import pytest
 
 from oracle_offload.compress.store import CODED, RAW, Store
 from oracle_offload.host.owned import ForeignError, check_folder, create_own, make_folder, open_own
+from oracle_offload.host.remembered import Rows
 from oracle_offload.host.replace import replace_file
-from oracle_offload.remembered import Rows
-from oracle_offload.views import live
+from oracle_offload.observe import live
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX's")
 STRANGER = 12345

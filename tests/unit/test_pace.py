@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oracle_offload.pace import WARM_UP_STEPS, Pace
+from oracle_offload.engine.pace import WARM_UP_STEPS, Pace
 
 
 def test_the_end_of_a_step_is_told_once_where_two_threads_look_at_once():

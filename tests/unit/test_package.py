@@ -180,7 +180,7 @@ assert info["built"] and info["torch"] is None, info
 assert "site-packages" in info["folder"], info["folder"]
 
 from oracle_offload import _core
-from oracle_offload.build_record import simulator_path
+from oracle_offload.host.build_record import simulator_path
 version, devices = _core.driver_probe(str(simulator_path()))
 assert version >= 12000 and devices == 1, (version, devices)
 engine = _core.Engine(str(simulator_path()), 0)

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from test_timeline import ROWS, STAYS
 
-from oracle_offload.views.bars import LOOKS, colour_of, html_bar
-from oracle_offload.views.memory import show_size
-from oracle_offload.views.page import STYLE, fragment, page
-from oracle_offload.views.palette import COLOURS, GROUND
-from oracle_offload.views.timeline import timeline_svg
+from oracle_offload.observe.bars import LOOKS, colour_of, html_bar
+from oracle_offload.observe.memory import show_size
+from oracle_offload.observe.page import STYLE, fragment, page
+from oracle_offload.observe.palette import COLOURS, GROUND
+from oracle_offload.observe.timeline import timeline_svg
 
 ROOT = Path(__file__).resolve().parents[2]
 THEMES = pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
@@ -164,7 +164,7 @@ def test_explaining_draws_with_the_same_colours_where_no_template_can_be_read() 
     code = """if True:
         import sys
         sys.modules["jinja2"] = sys.modules["markupsafe"] = None
-        from oracle_offload.explain import explain_oom
+        from oracle_offload.diagnose.explain import explain_oom
         print(explain_oom(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 "
             "GiB of which 1.00 GiB is free. Of the allocated memory 20.00 GiB is allocated by "

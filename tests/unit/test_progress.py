@@ -8,7 +8,7 @@ import sys
 import pytest
 from tqdm import tqdm
 
-from oracle_offload.views.progress import DelayedBar
+from oracle_offload.host.progress import DelayedBar
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> tuple[str, list[tqdm[object]]]:

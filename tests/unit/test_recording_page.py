@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from oracle_offload.views.recording import SCHEMA, Recording, format_of, read_recording
-from oracle_offload.views.timeline import Stay
+from oracle_offload.observe.recording import SCHEMA, Recording, format_of, read_recording
+from oracle_offload.observe.timeline import Stay
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "recording"
 KIB, MIB = 1 << 10, 1 << 20

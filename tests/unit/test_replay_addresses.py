@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from oracle_offload import _core, replay
+from oracle_offload import _core
+from oracle_offload.engine import replay
 from oracle_offload.errors import OffloadError
 
 REPLAY = """
 import ctypes
-from oracle_offload import replay
+from oracle_offload.engine import replay
 from oracle_offload._core import BACKWARD, FORWARD
 
 reserved, protect = replay._Reserved.__init__, ctypes.CDLL(None).mprotect

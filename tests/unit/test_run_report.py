@@ -19,11 +19,11 @@ from test_recording_page import step as step_of
 from oracle_offload import cli
 from oracle_offload.commands import report as command
 from oracle_offload.commands.exits import Exit
-from oracle_offload.metrics import SCHEMA as METRICS
-from oracle_offload.metrics import read_metrics
-from oracle_offload.views.recording import SCHEMA as RECORDING
-from oracle_offload.views.recording import Recording
-from oracle_offload.views.run_report import (
+from oracle_offload.observe.metrics import SCHEMA as METRICS
+from oracle_offload.observe.metrics import read_metrics
+from oracle_offload.observe.recording import SCHEMA as RECORDING
+from oracle_offload.observe.recording import Recording
+from oracle_offload.observe.run_report import (
     Comparison,
     RunReport,
     line_svg,
@@ -411,7 +411,7 @@ def test_what_is_slow_at_first_does_not_set_the_scale(tmp_path: Path) -> None:
 
 def test_it_needs_no_torch() -> None:
     code = (
-        "import sys, oracle_offload.commands.report as r, oracle_offload.views.run_report\n"
+        "import sys, oracle_offload.commands.report as r, oracle_offload.observe.run_report\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -319,7 +319,7 @@ def test_the_demo_has_the_demo_s_shapes(width):
     """The matrices of its blocks, byte for byte."""
     import torch
 
-    from oracle_offload import demo
+    from oracle_offload.commands import demo
 
     with torch.device("meta"):
         model = demo.build_model(width, 0)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from oracle_offload import simulator
+from oracle_offload.engine import simulator
+from oracle_offload.engine.simulator import Schedule
 from oracle_offload.errors import DriverError
-from oracle_offload.simulator import Schedule
 
 try:
     simulator.library_path()
@@ -112,7 +112,7 @@ def driver() -> Iterator[Driver]:
 
 def test_importing_it_loads_neither_torch_nor_numpy_nor_the_library() -> None:
     code = (
-        "import sys; from oracle_offload import simulator; "
+        "import sys; from oracle_offload.engine import simulator; "
         "assert not {'torch', 'numpy'} & set(sys.modules); "
         "assert simulator.library.cache_info().currsize == 0"
     )
@@ -136,7 +136,7 @@ def test_presets_are_those_of_the_documentation() -> None:
 
 @pytest.mark.parametrize(("name", "expected"), [("rtx5090", "RTX 5090"), ("", "RTX 4090")])
 def test_the_environment_chooses_the_device(name: str, expected: str) -> None:
-    code = "from oracle_offload import simulator; print(simulator.get_device().name)"
+    code = "from oracle_offload.engine import simulator; print(simulator.get_device().name)"
     environment = {**os.environ, "ORACLE_OFFLOAD_SIM_DEVICE": name}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
@@ -145,8 +145,9 @@ def test_the_environment_chooses_the_device(name: str, expected: str) -> None:
 
 
 REFUSED = (
-    "import ctypes; from oracle_offload import simulator, OffloadError\n"
-    "from oracle_offload.build_record import simulator_path\n"
+    "import ctypes; from oracle_offload import OffloadError\n"
+    "from oracle_offload.engine import simulator\n"
+    "from oracle_offload.host.build_record import simulator_path\n"
     "try: simulator.get_device(); print('accepted')\n"
     "except OffloadError as error: print(error)\n"
     "print(ctypes.CDLL(str(simulator_path())).cuInit(0))"
@@ -188,7 +189,7 @@ def test_an_unknown_device_in_the_environment_is_refused_by_name(name: str) -> N
 )
 def test_the_environment_replays_a_schedule(value: str, kind: Schedule, seed: int) -> None:
     code = (
-        "from oracle_offload import simulator; kind, seed = simulator.get_schedule();"
+        "from oracle_offload.engine import simulator; kind, seed = simulator.get_schedule();"
         "print(kind.value, seed); print(simulator.schedule_text())"
     )
     environment = {**os.environ, "ORACLE_OFFLOAD_SIM_SEED": value}
@@ -229,7 +230,7 @@ def test_a_failed_test_says_how_to_replay_it(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     (tmp_path / "conftest.py").write_text((root / "conftest.py").read_text())
     (tmp_path / "test_it.py").write_text(
-        "from oracle_offload import simulator\n"
+        "from oracle_offload.engine import simulator\n"
         "def test_fails():\n"
         "    simulator.set_schedule(simulator.Schedule.DELAYED, 7)\n"
         "    assert simulator.now() < 0\n"

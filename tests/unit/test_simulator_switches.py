@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from test_simulator import NBYTES, Driver
 
-from oracle_offload import simulator
+from oracle_offload.engine import simulator
+from oracle_offload.engine.simulator import Schedule
 from oracle_offload.errors import DriverError, OffloadError
-from oracle_offload.simulator import Schedule
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from oracle_offload.sizes import GIB, MIB, format_size, parse_size
+from oracle_offload.host.sizes import GIB, MIB, format_size, parse_size
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from oracle_offload import snapshot_file
 from oracle_offload.cli import main
-from oracle_offload.snapshot_file import KEY, held, read_snapshot
-from oracle_offload.views.snapshot import SnapshotReport
+from oracle_offload.observe import snapshot_file
+from oracle_offload.observe.memory_holders import SnapshotReport
+from oracle_offload.observe.snapshot_file import KEY, held, read_snapshot
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path(__file__).resolve().parents[2]
@@ -505,7 +505,10 @@ def test_a_device_without_a_history_is_told_of_beside_one_that_has_one() -> None
         ),
         ([ADAM, BACKWARD, STEP], ("optimizer state", "train.py:40 in main")),
         (
-            [{**LINEAR, "filename": "/x/oracle_offload/arena.py", "line": 5, "name": "f"}, TRAIN],
+            [
+                {**LINEAR, "filename": "/x/oracle_offload/model/arena.py", "line": 5, "name": "f"},
+                TRAIN,
+            ],
             ("tensors", "train.py:31 in forward"),
         ),
     ],

@@ -15,20 +15,20 @@ torch = pytest.importorskip("torch")
 
 from test_summary_table import DEVICE, MODEL  # noqa: E402
 
-from oracle_offload.views.bars import html_bar, text_bar  # noqa: E402
-from oracle_offload.views.memory import (  # noqa: E402
+from oracle_offload.observe.bars import html_bar, text_bar  # noqa: E402
+from oracle_offload.observe.memory import (  # noqa: E402
     Memory,
     device_memory,
     host_memory,
     show_size,
 )
-from oracle_offload.views.summary import (  # noqa: E402
+from oracle_offload.observe.summary import (  # noqa: E402
     MemoryReport,
     PhaseUsage,
     StalledLayer,
     Usage,
 )
-from oracle_offload.views.verdict import Verdict  # noqa: E402
+from oracle_offload.observe.verdict import Verdict  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[1] / "data" / "summary" / "page.html"
 GIB = 1 << 30

@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from oracle_offload.traffic import stalls_of, stalls_text  # noqa: E402
-from oracle_offload.views.summary import (  # noqa: E402
+from oracle_offload.model.traffic import stalls_of, stalls_text  # noqa: E402
+from oracle_offload.observe.summary import (  # noqa: E402
     DeviceUsage,
     MemoryReport,
     ModelUsage,

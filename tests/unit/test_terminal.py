@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from oracle_offload.views import terminal
-from oracle_offload.views.page import escape
-from oracle_offload.views.terminal import (
+from oracle_offload.host import terminal
+from oracle_offload.host.terminal import (
     FileError,
     Text,
     columns,
@@ -27,6 +26,7 @@ from oracle_offload.views.terminal import (
     show,
     wants_color,
 )
+from oracle_offload.observe.page import escape
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from oracle_offload.views.timeline import (
+from oracle_offload.observe.timeline import (
     Stay,
     block_of,
     blocks_within,

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from oracle_offload.pace import SAMPLED_ONE_IN, WARM_UP_STEPS, Pace, Window
-from oracle_offload.sizes import GIB
-from oracle_offload.views.verdict import Load, Verdict, judge
+from oracle_offload.engine.pace import SAMPLED_ONE_IN, WARM_UP_STEPS, Pace, Window
+from oracle_offload.host.sizes import GIB
+from oracle_offload.observe.verdict import Load, Verdict, judge
 
 COUNTERS: dict[str, Any] = {
     "h2d_bytes": 80 * GIB,

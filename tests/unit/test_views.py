@@ -8,15 +8,15 @@ from pathlib import Path
 
 from test_timeline import ROWS, STAYS
 
-from oracle_offload.doctor.finding import Finding
-from oracle_offload.doctor.report import DoctorReport
-from oracle_offload.explain import explain_oom
-from oracle_offload.views.page import STYLE, fragment, page
-from oracle_offload.views.run_report import line_svg
-from oracle_offload.views.schema import schema
-from oracle_offload.views.sections import Section, render
-from oracle_offload.views.terminal import Text
-from oracle_offload.views.timeline import timeline_svg
+from oracle_offload.diagnose.doctor.finding import Finding
+from oracle_offload.diagnose.doctor.report import DoctorReport
+from oracle_offload.diagnose.explain import explain_oom
+from oracle_offload.host.schema import schema
+from oracle_offload.host.terminal import Text
+from oracle_offload.observe.page import STYLE, fragment, page
+from oracle_offload.observe.run_report import line_svg
+from oracle_offload.observe.sections import Section, render
+from oracle_offload.observe.timeline import timeline_svg
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,0 +1,1 @@
+"""What went wrong, and is this machine fit to train; could be deleted whole."""

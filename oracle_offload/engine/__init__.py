@@ -1,0 +1,1 @@
+"""The engines of the devices: shared by their models, real or simulated."""

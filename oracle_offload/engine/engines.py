@@ -1,0 +1,450 @@
+"""One engine per device, shared by every model attached there.
+
+`DeviceState` is the Python side of one engine: how the members of a unit are stamped, which tensors
+are the arena's segments, on which stream torch computes, and when trainable masters may be
+rewritten.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
+
+from .. import _core
+from ..errors import OffloadError
+from . import devices, optimizer_states, simulator, step_scalars
+from .locks import Lock
+from .pace import Pace
+from .phases import FIRST, Phases
+from .simulated_time import SimulatedTime
+
+logger = logging.getLogger("oracle_offload")
+
+_registry: dict[str, DeviceState] = {}
+_opened_in: int | None = None  # the process that opened what is in it
+_registry_lock = Lock("registry")  # protects _registry, _orphans and the creation of engines
+_orphans: list[_core.Engine] = []  # could not be set up, nor closed yet: a fault lasts
+_hooks_installed = False
+_phase = FIRST
+
+
+class Layout:
+    """Counts changes of where masters and segments lie, for whoever keeps a map of them."""
+
+    version = 0
+
+
+class Segment:
+    """One piece of the arena: `nbytes` of device memory at `address`, inside a torch allocation."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        # An allocator may align to less: to 64 bytes on the host, or a pluggable one on CUDA.
+        size = nbytes + _core.ALIGNMENT
+        self.tensor = torch.empty(size, dtype=torch.uint8, device=device)
+        self.storage = self.tensor.untyped_storage()
+        self.base = self.tensor.data_ptr()
+        self.address = -(-self.base // _core.ALIGNMENT) * _core.ALIGNMENT
+        self.nbytes = nbytes
+
+
+class Listener(Protocol):
+    """Who holds something of a device, and wants to hear what happens there."""
+
+    def before_forward(self) -> None:
+        """The first managed forward after a backward begins."""
+
+    def before_step(self) -> bool:
+        """An optimizer is about to step; return whether it trains anything held here."""
+
+    def before_frozen_write(self, tensors: Sequence[Tensor]) -> None:
+        """A step may write these, which need no gradient; `before_step` does not count them."""
+
+    def after_step(self) -> None:
+        """An optimizer has stepped."""
+
+    def has_its_gradients(self) -> bool:
+        """Whether all gradients are those of the last backward, and optimizers step all."""
+
+    def forget_views(self) -> None:
+        """Segments of the arena go back: let go of all views into it."""
+
+
+class Observer(Protocol):
+    """Who wants to hear of every device, from now on; see `observers`."""
+
+    def opened(self, state: DeviceState) -> None:
+        """An engine was opened."""
+
+    def begins_step(self, state: DeviceState) -> None:
+        """An optimizer is about to step. Its device's lock is held."""
+
+    def ended_step(
+        self, state: DeviceState, counters: Mapping[str, Any]
+    ) -> Callable[[], object] | None:
+        """A training step has ended; `counters` are the engine's. Its device's lock is held.
+
+        What is returned is called once every device goes on, without a lock.
+        """
+
+    def resized(self, state: DeviceState, model: str, before: int, after: int, why: str) -> None:
+        """The arena of a model has another size, in bytes. Its device's lock is held."""
+
+    def leaving(self, state: DeviceState) -> None:
+        """A model is about to be forgotten. Its device's lock is held."""
+
+    def closing(self, state: DeviceState) -> None:
+        """An engine is about to be closed. Its device's lock is held."""
+
+
+observers: tuple[Observer, ...] = ()  # replaced, never changed; the registry's lock protects it
+
+
+def observe(observer: Observer) -> list[DeviceState]:
+    """Let `observer` hear; return the devices that have an engine already."""
+    global observers
+    with _registry_lock:
+        observers = (*observers, observer)
+        return open_states()
+
+
+def ignore(observer: Observer) -> None:
+    """Undo `observe`."""
+    global observers
+    with _registry_lock:
+        observers = tuple(other for other in observers if other is not observer)
+
+
+class DeviceState:
+    """The engine of one device and what torch has to know about it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.ordinal = device.index or 0  # among those of its type
+        self.pid = os.getpid()
+        self.lock = Lock("device")  # see there what it protects
+        # By unit: what answers the stamp of each member. A unit's row is replaced, never changed.
+        self.stamps: dict[int, dict[int, Callable[[], int]]] = {}
+        self.segments: tuple[Segment, ...] = ()  # by address
+        self.listeners: tuple[Listener, ...] = ()
+        self.openings = 0  # attaches under way; the registry's lock protects it
+        self.tasks_with_gradients: set[int] = set()  # see `oracle_offload.layers.gradients`
+        self.late: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by task
+        # What stands for trained masters in graphs, by their `id`: see `gradients.landing`.
+        self.landings: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        # Where gradients were when a backward had set them, and their versions, by that `id`.
+        self.shown: dict[int, tuple[int, int]] = {}
+        self.stepped: frozenset[int] = frozenset()  # what optimizers have stepped, by `id`
+        self.rests = False  # whether a step comes after the last backward is not known yet
+        self.turned = False  # a managed backward has run since the last forward began
+        self.kind = devices.KINDS[device.type](device)
+        self.engine = self.kind.open_engine()
+        try:
+            self.simulated = self.engine.simulated
+            self.stream = self.kind.stream_of(self.engine)
+            self.pace = Pace(self.kind.now_s)
+            self.phases = Phases(_phase, self.counters(), self.engine.unit_waits())
+            self.time = SimulatedTime(simulator.get_device(0) if self.simulated else None)
+            self.engine.set_verify(os.environ.get("ORACLE_OFFLOAD_VERIFY", "0") not in ("", "0"))
+        except BaseException:
+            _orphans.append(self.engine)
+            _close_orphans()
+            raise
+
+    # ---- bookkeeping ----
+
+    def check_process(self) -> None:
+        """Raise in a forked child: masters and driver belong to the parent."""
+        if os.getpid() != self.pid:
+            raise OffloadError(
+                "a model attached in the parent process was used in a forked child; its weights do "
+                "not exist there. Use the model in the parent only, or start workers with 'spawn'."
+            )
+
+    def stamp_units(self, fetched: tuple[int, ...]) -> None:
+        """Tell the engine the versions of the masters it has just begun to copy."""
+        stamps = [
+            (member, stamp())
+            for unit in fetched
+            for member, stamp in self.stamps.get(unit, {}).items()
+        ]
+        try:
+            self.engine.stamp(stamps)
+        except OffloadError:  # those that it knows are stamped
+            with self.lock:
+                left = {member for unit in fetched for member in self.stamps.get(unit, {})}
+            if all(member in left for member, _ in stamps):
+                raise  # no other thread has let go of one meanwhile
+
+    def add_member(self, unit: int, member: int, stamp: Callable[[], int]) -> None:
+        """Have `member` stamped by `stamp` whenever its unit is copied."""
+        with self.lock:
+            self.stamps[unit] = {**self.stamps.get(unit, {}), member: stamp}
+
+    def forget_member(self, unit: int, member: int) -> None:
+        """Undo `add_member`, if it was done."""
+        with self.lock:
+            row = self.stamps.get(unit, {})
+            if row.keys() == {member}:
+                del self.stamps[unit]
+            elif member in row:
+                self.stamps[unit] = {other: row[other] for other in row if other != member}
+
+    def exchange_segments(self, gone: list[Segment], come: list[Segment]) -> None:
+        """Make new segments findable by address, and forget those that were given back."""
+        with self.lock:
+            kept = [segment for segment in self.segments if segment not in gone]
+            self.segments = tuple(sorted([*kept, *come], key=lambda segment: segment.address))
+            Layout.version += 1
+            if gone:
+                for listener in self.listeners:
+                    listener.forget_views()
+
+    def storage_at(self, address: int) -> tuple[torch.UntypedStorage, int]:
+        """Return the storage that holds device `address`, and the address it begins at."""
+        segments = self.segments
+        index = bisect.bisect_right(segments, address, key=lambda s: s.address) - 1
+        if index >= 0 and address < segments[index].address + segments[index].nbytes:
+            return segments[index].storage, segments[index].base
+        raise OffloadError(f"the engine answered {address:#x}, which is in no segment of the arena")
+
+    def free_bytes(self) -> int:
+        """Bytes of the device that can still be had: free, or held by torch for nobody."""
+        return self.engine.mem_info()[0] + self.kind.cached_bytes()
+
+    def join(self, listener: Listener) -> None:
+        """Keep the engine open for `listener`, and let it hear."""
+        with self.lock:
+            if listener not in self.listeners:
+                self.listeners = (*self.listeners, listener)
+
+    def leave(self, listener: Listener) -> None:
+        """Undo `join`."""
+        with self.lock:
+            self.listeners = tuple(other for other in self.listeners if other is not listener)
+
+    def counters(self, stats: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the engine's counters, or `stats` that were asked of it, and "now_s"."""
+        return {**(stats or self.engine.stats()), "now_s": self.kind.now_s()}
+
+    def begin_use(self) -> int:
+        """Return the stream that a use of weights is about to be queued on, with all before it."""
+        stream = self.stream()
+        if self.time.pending_kernel_s:
+            self.time.flush(stream)
+        pace = self.pace
+        pace.uses += 1
+        if pace.uses >= pace.next_look:
+            pace.look(self.kind.is_idle(stream))
+        return stream
+
+    def rest(self) -> None:
+        """A backward with trainable weights has ended: they may be rewritten, or may not."""
+        self.rests = True
+        self.engine.rest()
+
+    def hold(self) -> None:
+        """Trainable weights are rewritten from now on."""
+        self.rests = False
+        self.shown.clear()
+        self.engine.hold()
+
+    def _drop_what_was_stepped(self) -> None:
+        """Before a forward: let copies of trained weights stay only between micro-batches.
+
+        Nobody has stepped where every gradient is what the last backward left, and where all are
+        stepped by optimizers that say so. Other code may write to weights unseen.
+        """
+        if self.rests:
+            with self.lock:
+                if not all(listener.has_its_gradients() for listener in self.listeners):
+                    self.hold()
+            self.rests = False
+
+    def begin_forward(self) -> None:
+        """Before the first managed forward after a backward the arena may grow to what was learned.
+
+        It does so before any weight is fetched for that forward, for then the plan lays out anew
+        where each has its place. In a capture of a graph, which refuses every loan, it does not.
+        """
+        if self.kind.is_capturing(self.stream()):
+            return
+        self._drop_what_was_stepped()
+        self.engine.resume()  # what runs first may be no use: rows of a table, or a checkpoint
+        self.turned = False
+        self.pace.passes += 1
+        with self.lock:
+            for listener in self.listeners:
+                listener.before_forward()
+
+
+# ---- the registry ----
+
+
+def open_state(device: torch.device) -> DeviceState:
+    """Return the device's state, opening its engine if it has none."""
+    global _opened_in
+    with _registry_lock:
+        state = _registry.get(str(device))
+        if state is None:
+            _close_orphans()
+            state = DeviceState(device)
+            _registry[str(device)] = state
+            _opened_in = state.pid
+            _install_hooks()
+            for observer in observers:
+                observer.opened(state)
+        state.check_process()
+        return state
+
+
+@contextlib.contextmanager
+def opened(device: torch.device) -> Iterator[DeviceState]:
+    """Keep the device's engine open for a ``with`` block, as an attach needs it."""
+    with _registry_lock:
+        state = open_state(device)
+        state.openings += 1
+    try:
+        yield state
+    finally:
+        with _registry_lock:
+            state.openings -= 1
+        with contextlib.suppress(OffloadError):  # else at the next attach
+            close_if_unused(state)
+
+
+def registry_if_free() -> AbstractContextManager[bool]:
+    """Take the registry's lock for a ``with`` block, if nobody holds it; say whether."""
+    return _registry_lock.if_free()
+
+
+def _close_orphans() -> None:
+    for engine in list(_orphans):
+        with contextlib.suppress(OffloadError):
+            _close_engine(engine)
+            _orphans.remove(engine)
+
+
+def _close_engine(engine: _core.Engine) -> None:
+    lost = engine.close()
+    if lost is not None:
+        logger.warning("closing an engine: %s", lost)
+
+
+def close_if_unused(state: DeviceState) -> None:
+    """Close the engine once it holds nothing of any model."""
+    global _opened_in
+    with state.lock, _registry_lock:
+        if state.listeners or state.openings or _registry.get(str(state.device)) is not state:
+            return
+        for observer in observers:
+            observer.closing(state)
+        _close_engine(state.engine)
+        del _registry[str(state.device)]
+        if not _registry:
+            _opened_in = None
+
+
+def open_states() -> list[DeviceState]:
+    """Return the devices that have an engine in this process."""
+    with _registry_lock:
+        return [state for state in _registry.values() if state.pid == os.getpid()]
+
+
+def phase_now() -> str:
+    """Return the phase that the run is in."""
+    return _phase
+
+
+def begin_phase(name: str) -> None:
+    """Begin a phase on every device, and on those to come."""
+    global _phase
+    _phase = name
+    for state in open_states():
+        with state.lock:
+            if state.listeners:  # while somebody listens, nobody closes the engine
+                state.phases.begin(name, state.counters(), state.engine.unit_waits())
+
+
+def parent_process() -> int | None:
+    """Return the process that this one was forked from, if models are attached there."""
+    pid = _opened_in  # without the lock: a fork may have left it held for ever
+    return None if pid == os.getpid() else pid
+
+
+def _install_hooks() -> None:
+    global _hooks_installed
+    if not _hooks_installed:
+        _hooks_installed = True
+        step_scalars.make_scaler_wait()
+        torch_optimizer.register_optimizer_step_pre_hook(_before_step)
+        torch_optimizer.register_optimizer_step_post_hook(_after_step)
+
+
+def _frozen_in(optimizer: Any) -> list[Tensor]:
+    """Return the tensors on the host that need no gradient, and that a step may write (MeZO).
+
+    Of an optimizer that has gradients, what has none is passed over: it was given the whole model.
+    """
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    skips = type(optimizer).__module__.startswith("torch.optim.") or any(
+        parameter.grad is not None for parameter in given
+    )
+    return [
+        parameter
+        for parameter in given
+        if not parameter.requires_grad
+        if parameter.is_cpu and not (skips and parameter.grad is None)
+    ]
+
+
+def before_frozen_write(tensors: Sequence[Tensor]) -> None:
+    """Wait for the copies of masters that are about to be written, though nothing trains them."""
+    for state in open_states():
+        with state.lock:
+            for listener in state.listeners:
+                listener.before_frozen_write(tensors)
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Cover what the end of a graph task cannot: a backward that raised, gradients set by hand."""
+    optimizer_states.follow(optimizer)
+    step_scalars.settle(optimizer)
+    if frozen := _frozen_in(optimizer):
+        before_frozen_write(frozen)
+    for state in open_states():
+        with state.lock:  # while somebody listens, nobody closes the engine
+            trained = [listener.before_step() for listener in state.listeners]
+            if any(trained):
+                state.hold()
+                own = (p for group in optimizer.param_groups for p in group["params"])
+                state.stepped |= frozenset(map(id, own))
+            if state.listeners:
+                for observer in observers:
+                    observer.begins_step(state)
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    afterwards: list[Callable[[], object] | None] = []
+    for state in open_states():
+        with state.lock:
+            if state.listeners:
+                state.engine.resume()
+            for listener in state.listeners:
+                listener.after_step()
+            if state.listeners:
+                counters = state.engine.stats()
+                if state.pace.end_step(counters):
+                    afterwards += [o.ended_step(state, counters) for o in observers]
+    for call in afterwards:
+        if call is not None:
+            call()

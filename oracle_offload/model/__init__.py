@@ -1,0 +1,1 @@
+"""An attached model: what is managed, where its weights are, and how it is closed."""

@@ -1,0 +1,332 @@
+"""One host copy for all ranks of a machine: ``attach(..., share="node")``.
+
+The first rank makes a file that has no name and lies in memory; all ranks map it, so it goes with
+the last process that has it, whatever ends that. Each rank fills a part of every piece of masters,
+and nobody reads a piece before all have: what the others filled is compared with what this rank was
+going to fill, or comes from the same files. Each locks what it maps for its own device. Then nobody
+writes it any more, but the first rank, while all others wait (`MemoryManager.writing`).
+
+Weights that are trained are never shared: each rank has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import _core
+from .._core import HostBuffer
+from ..engine.geometry import aligned, is_dense, tensor_bytes
+from ..errors import OffloadError, StaleWeightsError
+from ..host.ranks import LocalRanks, meet, on_all
+from .intake import flat_bytes
+from .kept import OFFLOADED, Unit, host_limit
+from .locking import whole_pages
+
+if TYPE_CHECKING:
+    from .loading import Loading
+    from .masters import Files, Piece
+
+NODE = "node"
+_NAME = "oracle_offload"  # of the file, in /proc alone
+_GENERATION = struct.Struct("=Q")
+
+
+class Share:
+    """The file that the masters of one attached model lie in, and the ranks that have it.
+
+    Parameters
+    ----------
+    ranks : LocalRanks
+        All of this machine.
+
+    Attributes
+    ----------
+    nbytes : int
+        Of the masters in it.
+    is_writing : bool
+        Whether the first rank may write them now, and the others wait for it.
+    """
+
+    def __init__(self, ranks: LocalRanks) -> None:
+        self.ranks = ranks
+        self.is_writing = False
+        self._file = -1
+        self._begins: dict[int, int] = {}  # in the file, by the address of each piece
+        self._end = mmap.PAGESIZE  # the first page has the generation
+        self._names: dict[int, str] = {}  # of tensors, by `id`, for messages
+        made: int | None = None
+        if ranks.is_first:
+            try:
+                made = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                os.ftruncate(made, self._end)
+                import fcntl  # which Windows has not
+
+                # Else a rank could cut the file off below what another reads.
+                fcntl.fcntl(made, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            except OSError as error:
+                raise OffloadError(
+                    f"share='node': the system makes no shared memory ({error}); attach without "
+                    "it, and each rank has its own masters."
+                ) from error
+        self._file = ranks.share_file(made)
+        self._header = mmap.mmap(self._file, mmap.PAGESIZE)
+        self._seen = self._generation()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the masters in the file."""
+        return self._end - mmap.PAGESIZE
+
+    # ---- what all ranks have to be alike in ----
+
+    def same_limit(self, units: Sequence[Unit], ram_budget: Any) -> Any:
+        """Return `ram_budget` in bytes, the least that any rank takes it for: all keep the same."""
+        if ram_budget is None or ram_budget == OFFLOADED:
+            return ram_budget
+        return min(self.ranks.exchange("ram_budget", host_limit(units, ram_budget)))
+
+    def agree(
+        self, units: Sequence[Unit], coded: Sequence[Tensor], loading: Loading | None
+    ) -> list[Tensor]:
+        """Compare what is to be attached, and return the tensors that the first rank would code.
+
+        Raises
+        ------
+        OffloadError
+            Layers, their tensors, or the files that these come from, are others on some rank; or
+            nothing is frozen.
+        """
+        rows: list[str] = []
+        tensors: dict[str, Tensor] = {}
+        for number, unit in enumerate(units):
+            for leaf in unit:
+                for key, tensor in leaf.kind.named_tensors(leaf.module).items():
+                    name = f"{leaf.name}.{key}".lstrip(".")
+                    tensors[name] = tensor
+                    self._names[id(tensor)] = name
+                    grows = "trained" if tensor.requires_grad else "frozen"
+                    what = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.stride()} {grows}"
+                    rows.append(f"'{name}' in unit {number}: {what}")
+        files = [] if loading is None else loading.identity()
+        chosen = {id(tensor) for tensor in coded}
+        names = [name for name, tensor in tensors.items() if id(tensor) in chosen]
+        said = self.ranks.exchange("layout", [rows, files, names])
+
+        def compare() -> None:
+            if not any(is_shared([t for leaf in unit for t in leaf.tensors()]) for unit in units):
+                raise OffloadError(
+                    "share='node' shares frozen weights, and each layer of this model has one that "
+                    "needs gradients: call model.requires_grad_(False) before attach, and add "
+                    "adapters to it, before or after."
+                )
+            for rank, (theirs, their_files, _) in enumerate(said):
+                for kind, ours, others in (
+                    ("layout", said[0][0], theirs),
+                    ("files", said[0][1], their_files),
+                ):
+                    if ours != others:
+                        raise _first_difference(kind, rank, ours, others)
+
+        on_all(self.ranks, "compared layouts", compare)
+        return [tensors[name] for name in said[0][2]]
+
+    # ---- filling ----
+
+    def buffer(self, nbytes: int, node: int) -> HostBuffer:
+        """Return the next part of the file: all ranks ask for the same, in the same order."""
+        begin, self._end = self._end, self._end + whole_pages(nbytes)
+        # Whoever is first makes it longer: another that has looked before would make it shorter,
+        # which is sealed.
+        with contextlib.suppress(PermissionError):
+            if os.fstat(self._file).st_size < self._end:
+                os.ftruncate(self._file, self._end)
+        made = HostBuffer(nbytes, node, self._file, begin)
+        self._begins[made.address] = begin
+        return made
+
+    def fills(self, offset: int, nbytes: int) -> bool:
+        """Whether this rank fills what lies at `offset` of `nbytes`."""
+        at = self.ranks.at
+        return offset * at.local_world // max(1, nbytes) == at.local_rank
+
+    def codes(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Return for each tensor whether this rank codes it: about as many bytes as the others."""
+        sizes = [aligned(tensor_bytes(tensor)) for tensor in tensors]
+        begins = [sum(sizes[:number]) for number in range(len(sizes))]
+        return [self.fills(begin, sum(sizes)) for begin in begins]
+
+    def wait_until_filled(
+        self, others: Sequence[tuple[Tensor, Tensor]], files: Files | None
+    ) -> None:
+        """Return once all ranks have filled their parts of a piece, and `others` lie there.
+
+        Parameters
+        ----------
+        others : sequence of (Tensor, Tensor)
+            What other ranks fill, as this one has it, and where it lies in the file.
+        files : Files, optional
+            Where those come from that have no values here.
+        """
+        # What is not filled yet reads as zeros.
+        self.ranks.exchange("filled")
+
+        def compare() -> None:
+            for tensor, master in others:
+                if files is not None and files.have(tensor):
+                    files.skip(tensor)  # the same file, read by another rank
+                elif not _same(tensor, master):
+                    raise self.differs(tensor)
+
+        on_all(self.ranks, "compared weights", compare)
+
+    def differs(self, tensor: Tensor) -> OffloadError:
+        """Return the error of ranks that have different values of one weight."""
+        return OffloadError(
+            f"rank {self.ranks.at.local_rank} of this machine has other values of "
+            f"'{self._names.get(id(tensor), 'a weight')}' than the rank that fills it: ranks that "
+            "share frozen weights have to load the same ones (from the same files, or made with "
+            "the same seed)."
+        )
+
+    # ---- when they change ----
+
+    @contextlib.contextmanager
+    def writing(self, pieces: Sequence[Piece]) -> Iterator[bool]:
+        """Let the first rank write for a ``with`` block; yield whether this is the one.
+
+        No copy of this rank may be under way, nor begin meanwhile.
+        """
+        # Copies of the others may read what is written, until they say that none does.
+        self.ranks.exchange("writing")
+        self.is_writing = True
+        try:
+            if self.ranks.is_first:
+                self._begin_generation()  # odd: half written, should this rank end meanwhile
+                _protect(pieces, True)
+            yield self.ranks.is_first
+        finally:
+            self.is_writing = False
+            if self.ranks.is_first:
+                _protect(pieces, False)
+                self._begin_generation()
+            # Nobody copies what may still be written.
+            self.ranks.exchange("written")
+            self._seen = self._generation()
+
+    def seal(self, pieces: Sequence[Piece]) -> None:
+        """Let nobody write them, once all ranks have filled and locked theirs."""
+        _protect(pieces, False)
+
+    def check_generation(self) -> None:
+        """Refuse to go on with device copies of weights that were written since.
+
+        Raises
+        ------
+        StaleWeightsError
+            The first rank has written them, and this one took no part.
+        """
+        found = self._generation()
+        if found != self._seen:
+            raise StaleWeightsError(
+                f"the weights that ranks share are at generation {found}, this rank's copies at "
+                f"{self._seen}: "
+                + (
+                    "the rank that wrote them ended before it was done. Start again."
+                    if found % 2
+                    else "refresh() and writing() are calls that all ranks make together."
+                )
+            )
+
+    def _generation(self) -> int:
+        (found,) = _GENERATION.unpack_from(self._header)
+        return int(found)
+
+    def _begin_generation(self) -> None:
+        _GENERATION.pack_into(self._header, 0, self._generation() + 1)
+
+    # ---- the end ----
+
+    def part(self, piece: Piece) -> None:
+        """Make a piece this process's own: a page that it writes is copied, others see nothing."""
+        begin = self._begins.get(piece.start)
+        if begin is not None and not piece.buffer.locked:  # for another engine, which reads it
+            _core.pages_show(piece.start, whole_pages(piece.buffer.nbytes), self._file, begin)
+            del self._begins[piece.start]
+
+    def close(self) -> None:
+        """Let go of the file, and of the ranks; what lies in it stays as long as it is mapped."""
+        self.ranks.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def is_shared(unit: Iterable[Tensor]) -> bool:
+    """Whether what travels together is shared: where all of it is frozen."""
+    return not any(tensor.requires_grad for tensor in unit)
+
+
+@contextlib.contextmanager
+def together(share: str | None) -> Iterator[Share | None]:
+    """Attach in a ``with`` block as all ranks of this machine do, or fail as all of them do.
+
+    Parameters
+    ----------
+    share : {None, "node"}
+        The argument of `attach`. Where a machine has one rank, there is nothing to share.
+    """
+    if share is None:
+        yield None
+        return
+    if share != NODE:
+        raise ValueError(f"share={share!r} is neither None nor {NODE!r}")
+    ranks = meet(_core.VERSION)
+    if ranks.at.local_world == 1:
+        ranks.close()
+        yield None
+        return
+    made: Share | None = None
+    try:
+        made = Share(ranks)
+        yield made
+    except BaseException as error:
+        ranks.fail_with(error)
+        raise
+
+
+def _protect(pieces: Sequence[Piece], writable: bool) -> None:
+    for piece in pieces:
+        if piece.is_shared:
+            piece.buffer.protect(writable)
+
+
+def _same(tensor: Tensor, master: Tensor) -> bool:
+    """Whether two tensors have the same bytes: NaNs too."""
+    with torch.inference_mode(False), torch.no_grad():
+        given = tensor.detach()
+        given = given if is_dense(given) else given.contiguous()
+        if given.is_conj() or given.is_neg():
+            given = given.resolve_conj().resolve_neg()
+        return torch.equal(flat_bytes(given), flat_bytes(master.to(given.device)))
+
+
+def _first_difference(kind: str, rank: int, ours: list[Any], theirs: list[Any]) -> OffloadError:
+    """Return the error that says in what rank 0 and another are different."""
+    rows = [*zip(ours, theirs, strict=False)]
+    found = next((row for row in rows if row[0] != row[1]), None)
+    if found is None:
+        many = f"{len(ours)} there, {len(theirs)} here"
+        longer, at = max((ours, theirs), key=len), min(len(ours), len(theirs))
+        found = (many, f"the first that one lacks is {longer[at]}")
+    return OffloadError(
+        f"rank {rank} of this machine has another {kind} than rank 0 ({found[0]}; {found[1]}): "
+        "ranks that share frozen weights have to attach the same model, with the same arguments."
+    )
