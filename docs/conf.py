@@ -40,8 +40,8 @@ nitpicky = True
 # As Sphinx has them of imports that are for type checkers alone.
 nitpick_ignore = [
     ("py:class", name)
-    for name in ("DoctorReport", "Numbers", "PathLike", "System", "list[dict[str",
-                 "transformers.trainer.Trainer")
+    for name in ("DoctorReport", "Fit", "Numbers", "PathLike", "Question", "Rung", "Shard", "Speed",
+                 "Step", "Storage", "System", "list[dict[str", "transformers.trainer.Trainer")
 ]  # fmt: skip
 autodoc_member_order = "bysource"
 # A word in backticks is code; types are those of the annotations, docstrings say them in words.
