@@ -4,7 +4,6 @@
 #include "../base/os.h"
 #include "call.h"
 #include "feed.h"
-#include "gradient.h"
 #include "journal.h"
 #include "kernels.h"
 #include "model.h"

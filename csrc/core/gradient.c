@@ -1,5 +1,4 @@
 /* gradient.c - gradients of trainable weights, from the device to the host. */
-#include "gradient.h"
 #include "call.h"
 #include "copies.h"
 #include "journal.h"
@@ -8,23 +7,6 @@
 #include "simulated.h"
 #include "timing.h"
 #include "trip.h"
-
-/* While a fault lasts even waiting may fail. The next download, or the end of the engine, waits for
- * what a failed one left queued. */
-enum oo_status oo__finish_download(struct oo_engine *engine) {
-    enum oo_status status = OO_OK;
-    if (!engine->unfinished)
-        return OO_OK;
-    if (engine->usable) { /* a lost context has nothing in flight */
-        OO_TRY(oo__synchronize(engine, engine->d2h, 1));
-        if (engine->trips.count)
-            OO_TRY(oo__synchronize(engine, engine->h2d, 1));
-    }
-    OO_TRY(oo__check(engine, "simDrop", oo__disown(engine, engine->unfinished)));
-    engine->unfinished = 0;
-done:
-    return status;
-}
 
 enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintptr_t source,
                                   size_t bytes, uintptr_t stream_handle) {

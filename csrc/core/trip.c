@@ -8,7 +8,6 @@
 #include "trip.h"
 #include "call.h"
 #include "copies.h"
-#include "gradient.h"
 #include "journal.h"
 #include "masters.h"
 #include "simulated.h"
@@ -91,6 +90,23 @@ void oo__trips_close(struct oo_engine *engine) {
     }
     free(trips->all);
     *trips = (struct oo_trips){0};
+}
+
+/* While a fault lasts even waiting may fail. The next one, or the end of the engine, waits for
+ * what a failed one left queued. */
+enum oo_status oo__finish_download(struct oo_engine *engine) {
+    enum oo_status status = OO_OK;
+    if (!engine->unfinished)
+        return OO_OK;
+    if (engine->usable) { /* a lost context has nothing in flight */
+        OO_TRY(oo__synchronize(engine, engine->d2h, 1));
+        if (engine->trips.count)
+            OO_TRY(oo__synchronize(engine, engine->h2d, 1));
+    }
+    OO_TRY(oo__check(engine, "simDrop", oo__disown(engine, engine->unfinished)));
+    engine->unfinished = 0;
+done:
+    return status;
 }
 
 /* ---- a copy ---- */

@@ -6,6 +6,8 @@
 
 /* Whether these device bytes are lent to the simulated device by a trip already. */
 int oo__trip_covers(const struct oo_engine *engine, uintptr_t address, size_t bytes);
+/* Wait for what a copy that failed has left queued. */
+enum oo_status oo__finish_download(struct oo_engine *engine);
 /* The records go; every copy has ended, or is lost. */
 void oo__trips_close(struct oo_engine *engine);
 
