@@ -403,33 +403,38 @@ def attach(
     ...     print(len(manager.layers), "layers stream;", manager.resident or "none stays")
     8 layers stream; none stays
     """
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"attach() takes an nn.Module, not {_described(module)}")
-    if isinstance(offload_percent, bool) or not isinstance(offload_percent, int | float):
-        raise ValueError(f"offload_percent={offload_percent!r} is not a number in [0, 1]")
-    if not 0.0 <= offload_percent <= 1.0:
-        hint = f"; did you mean {offload_percent / 100}?" if 1 < offload_percent <= 100 else ""
-        raise ValueError(f"offload_percent={offload_percent!r} is outside [0, 1]{hint}")
-    if module.__dict__.get(ATTRIBUTE) is not None:
-        raise OffloadError(
-            f"{type(module).__name__} is attached already; detach it first (MemoryManager.detach)."
-        )
-    where = parse_device(device)
-    if vram_budget is not None and offload_percent != 1.0:
-        logger.warning(
-            "vram_budget=%r says what weights may take on %s; offload_percent=%r is passed over.",
-            vram_budget,
-            where,
-            offload_percent,
-        )
-    refuse_weight_movers(module)
-    admission.leave_inference_mode(module)
-    lock_limit = _lock_limit(lock)
-    check(compress)
-    order = None if order_file is None else OrderFile(order_file)
-    if quantize is not None and weights is None:
-        raise ValueError("quantize= is for weights that are read; quantise what is there already")
+    # What is wrong on one rank is an error on all: none waits for one that does not come.
     with together(share) as shared:
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"attach() takes an nn.Module, not {_described(module)}")
+        if isinstance(offload_percent, bool) or not isinstance(offload_percent, int | float):
+            raise ValueError(f"offload_percent={offload_percent!r} is not a number in [0, 1]")
+        if not 0.0 <= offload_percent <= 1.0:
+            hint = f"; did you mean {offload_percent / 100}?" if 1 < offload_percent <= 100 else ""
+            raise ValueError(f"offload_percent={offload_percent!r} is outside [0, 1]{hint}")
+        if module.__dict__.get(ATTRIBUTE) is not None:
+            raise OffloadError(
+                f"{type(module).__name__} is attached already; detach it first "
+                "(MemoryManager.detach)."
+            )
+        where = parse_device(device)
+        if vram_budget is not None and offload_percent != 1.0:
+            logger.warning(
+                "vram_budget=%r says what weights may take on %s; offload_percent=%r is passed "
+                "over.",
+                vram_budget,
+                where,
+                offload_percent,
+            )
+        refuse_weight_movers(module)
+        admission.leave_inference_mode(module)
+        lock_limit = _lock_limit(lock)
+        check(compress)
+        order = None if order_file is None else OrderFile(order_file)
+        if quantize is not None and weights is None:
+            raise ValueError(
+                "quantize= is for weights that are read; quantise what is there already"
+            )
         manager = _attach(
             module,
             where,
@@ -514,7 +519,7 @@ def _attach(
                 )
                 attachment.pieces.budget.reserve_rings(managed)
                 coder = coder_for(coded, ram_budget, host_room)
-                attachment.pieces.share = shared
+                attachment.pieces.share_with(shared)
                 admission.build_masters(attachment.pieces, units, moved, loading, coder, shared)
                 attachment.pieces.budget.leave_headroom(attachment.pieces.in_order())
                 if shared is not None:
@@ -553,7 +558,9 @@ def _attach(
     manager.finalizer = weakref.finalize(module, attachment.close_deleted)
     try:
         move_residents(module.modules(), where)
-    except BaseException:  # the device has no room for them
+    except BaseException as error:  # the device has no room for them
+        if shared is not None:
+            shared.ranks.fail_with(error)
         manager._end()
         if manager._bring_to(home, module):
             masters.move_back(moved, state.kind.set_data)

@@ -766,6 +766,25 @@ NOTES: dict[str, dict[str, str]] = {
         "has weights that ranks share, which are written": (
             "Load what is trained alone, or all of it in `manager.writing()`."
         ),
+        "which load_state_dict cannot write once for all": (
+            "The first rank would write, or replace, what the others read: without `assign=True` "
+            "plain weights are written in place; quantised ones are loaded before attach."
+        ),
+        "adapters cannot be merged into quantised weights that ranks share": (
+            "A merge replaces quantised weights, on each rank by others: detach, merge, and attach."
+        ),
+        "is not memory as rank 0 makes it": (
+            "The descriptor that came is none of rank 0's memory: something between the ranks, a "
+            "sandbox say, has put another in its place. Attach without `share`."
+        ),
+        "writing() and refresh() stand in a block of writing()": (
+            "The inner call would end the outer one's right to write: leave the block, which "
+            "refreshes by itself."
+        ),
+        "some ranks have merged adapters": (
+            "Call the merge on all ranks in `manager.writing()`, not where `mine` is true alone; "
+            "start again from a checkpoint."
+        ),
         "the weights that ranks share are at generation": (
             "Another rank has written the weights while this one took no part."
         ),

@@ -113,7 +113,11 @@ class Coder:
 
     def wants(self, tensor: Tensor) -> bool:
         """Whether it may become a coded master."""
-        return not self._failed and id(tensor) in self._wanted and kind_of(tensor) is not None
+        return not self._failed and self.may_want(tensor)
+
+    def may_want(self, tensor: Tensor) -> bool:
+        """Whether it could, had nothing failed: all ranks answer alike."""
+        return id(tensor) in self._wanted and kind_of(tensor) is not None
 
     def check_budget(self, nbytes: int) -> None:
         """Refuse masters of `nbytes`, where `ram_budget` has no room for so many.

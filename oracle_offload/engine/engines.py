@@ -57,6 +57,13 @@ class Segment:
         self.nbytes = nbytes
 
 
+class Shared(Protocol):
+    """Masters that this process has together with others, which may have written them."""
+
+    def check_generation(self) -> None:
+        """Refuse to use copies of masters that were written since."""
+
+
 class Listener(Protocol):
     """Who holds something of a device, and wants to hear what happens there."""
 
@@ -146,6 +153,7 @@ class DeviceState:
         self.stepped: frozenset[int] = frozenset()  # what optimizers have stepped, by `id`
         self.rests = False  # whether a step comes after the last backward is not known yet
         self.turned = False  # a managed backward has run since the last forward began
+        self.shares: list[Shared] = []  # of models whose masters ranks have together
         self.kind = devices.KINDS[device.type](device)
         self.engine = self.kind.open_engine()
         try:
@@ -238,6 +246,8 @@ class DeviceState:
 
     def begin_use(self) -> int:
         """Return the stream that a use of weights is about to be queued on, with all before it."""
+        for share in self.shares:
+            share.check_generation()
         stream = self.stream()
         if self.time.pending_kernel_s:
             self.time.flush(stream)

@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ _LENGTH = struct.Struct("!Q")
 _PEER = struct.Struct("3i")  # process, user, group: struct ucred
 _MOST_BYTES = 1 << 30  # of one message: more is no message of ours
 _meetings = 0  # of this process: the ranks have as many
+_together: weakref.WeakSet[LocalRanks] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class LocalRanks:
         self._peers = peers
         self._pid = os.getpid()
         self._ended = ""  # why they are apart
+        _together.add(self)
 
     @property
     def is_first(self) -> bool:
@@ -154,6 +157,10 @@ class LocalRanks:
     def close(self) -> None:
         """Part from the others."""
         self._ended = self._ended or "this rank has parted from the others: it was detached"
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close the connections, in a forked child too: there nobody is told anything."""
         while self._peers:
             self._peers.popitem()[1].close()
 
@@ -256,6 +263,16 @@ class LocalRanks:
         in_order = [values[rank] for rank in range(self.at.local_world)]
         self._tell({"values": in_order})
         return in_order
+
+
+def _leave_child() -> None:
+    """In a forked child: were its copies open, nobody would hear that the rank is gone."""
+    for ranks in list(_together):
+        ranks.let_go()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_child)
 
 
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -389,10 +406,8 @@ def _let_in(
     peer: socket.socket, hello: dict[str, Any], peers: dict[int, socket.socket], until: float
 ) -> None:
     """Keep a connection of a rank of ours; of any other process it is closed."""
-    _, user, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     try:
-        if user != os.geteuid():
-            raise ConnectionRefusedError(f"user {user}")
+        _check_user(peer)
         said = _receive(peer, until)
         rank = int(said["local_rank"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -407,6 +422,13 @@ def _let_in(
             "have to be of one job, with as many GPUs, and of one version."
         )
     peers[rank] = peer
+
+
+def _check_user(peer: socket.socket) -> None:
+    """Refuse a process of another user: anybody may have a name, or know one."""
+    _, user, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if user != os.geteuid():
+        raise ConnectionRefusedError(f"it is of user {user}, this one of user {os.geteuid()}")
 
 
 def _go_to_first(
@@ -426,6 +448,7 @@ def _go_to_first(
         peer.settimeout(timeout_s)
         try:
             peer.connect("\0" + name)
+            _check_user(peer)
         except OSError as error:
             raise OffloadError(
                 f"share='node': rank {at.local_rank} cannot reach rank 0 of this machine "

@@ -197,16 +197,18 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
         return base.__getattr__(self, name)
 
     def _load_from_state_dict(
-        self: Any, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
+        self: Any, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
         leaf: Leaf | None = self.__dict__.get(HANDLE)
         if leaf is not None:  # what is queued may still read what is written here
             leaf.state.engine.settle()
-            if others := leaf.attachment.written_elsewhere(leaf, self, state_dict, prefix):
+            assign = bool(local_metadata.get("assign_to_params_buffers"))
+            others = leaf.attachment.written_elsewhere(leaf, self, state_dict, prefix, assign)
+            if others:
                 state_dict = {k: v for k, v in state_dict.items() if k.startswith(prefix)}
                 for name in others:  # a tensor that is copied to itself is not written
                     state_dict[prefix + name] = self._parameters[name]
-        base._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
+        base._load_from_state_dict(self, state_dict, prefix, local_metadata, *args, **kwargs)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         leaf: Leaf | None = self.__dict__.get(HANDLE)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from .. import _core
 from .._core import HostBuffer
 from ..engine import engines
+from ..engine.devices import repoint
 from ..engine.engines import DeviceState, Layout, close_if_unused, registry_if_free
 from ..engine.geometry import memory_of, tensor_bytes, unit_bytes
 from ..errors import DriverError, OffloadError
 from ..host.sizes import format_size
 from ..layers.autocast import StandIns
+from ..layers.flatten import attributes_of, is_wrapper
 from ..layers.gradients import Gradients
 from ..layers.leaf import Leaf, is_memory_held_elsewhere
 from ..layers.swap import HANDLE, swap_out
@@ -343,7 +345,7 @@ class Attachment:
             return
         share = self.pieces.share
         if share is not None and not (share.is_writing and share.ranks.is_first):
-            shared = [t for t in tensors if self.pieces.shared_at(memory_of(t)[0])]
+            shared = [t for t in tensors if self.is_shared(t)]
             if shared:
                 raise OffloadError(
                     f"{len(shared)} weights that ranks share were about to be written, by a step "
@@ -505,23 +507,25 @@ class Attachment:
                     layer.follow()
 
     def written_elsewhere(
-        self, leaf: Leaf, module: nn.Module, state: Mapping[str, Any], prefix: str
+        self, leaf: Leaf, module: nn.Module, state: Mapping[str, Any], prefix: str, assign: bool
     ) -> list[str]:
         """Return those of a module's tensors in a state dict that another rank writes, by name.
 
         Raises
         ------
         OffloadError
-            Ranks share them, and are not in `MemoryManager.writing`.
+            Ranks share them, and are not in `MemoryManager.writing`; they are quantised, or shall
+            be replaced (``assign=True``).
         """
         share = self.pieces.share
         if share is None:
             return []
+        own = {**module._parameters, **module._buffers}
         shared = [
             name
-            for name, tensor in module._parameters.items()
-            if tensor is not None and self.pieces.shared_at(memory_of(tensor)[0])
-            if prefix + name in state
+            for name, tensor in own.items()
+            if tensor is not None and self.is_shared(tensor)
+            if any(key == prefix + name or key.startswith(f"{prefix}{name}.") for key in state)
         ]
         if shared and not share.is_writing:
             raise OffloadError(
@@ -529,7 +533,51 @@ class Attachment:
                 "together alone: with manager.writing(): model.load_state_dict(...). Adapters are "
                 "loaded without them: load_state_dict(adapters, strict=False)."
             )
+        if shared and (assign or any(type(own[name]) is not nn.Parameter for name in shared)):
+            raise OffloadError(
+                f"'{leaf.name}' has weights that ranks share and that "
+                + ("assign=True would replace on this rank" if assign else "are quantised")
+                + ", which load_state_dict cannot write once for all: "
+                + ("leave assign=True away." if assign else "detach, load, and attach again.")
+            )
         return [] if share.ranks.is_first else shared
+
+    def is_shared(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that ranks share, or is made of some that do."""
+        if is_wrapper(tensor):
+            inner = attributes_of(tensor).values()
+            return any(isinstance(part, Tensor) and self.is_shared(part) for part in inner)
+        return self.pieces.shared_at(memory_of(tensor)[0])
+
+    @contextlib.contextmanager
+    def merging(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """Let all ranks merge adapters into `weights`, in a ``with`` block, and one write them.
+
+        In the block each rank has copies of its own of what is shared; the first writes back what
+        became of its copies. So adapters are as merged on all ranks as the weights are.
+        """
+        share = self.pieces.share
+        if share is None or not share.is_writing:  # then `before_frozen_write` refuses it
+            yield
+            return
+        shared = {weight: weight.detach() for weight in weights if self.is_shared(weight)}
+        if any(type(weight) is not nn.Parameter for weight in shared):
+            raise OffloadError(
+                "adapters cannot be merged into quantised weights that ranks share: detach first, "
+                "or attach without share='node'."
+            )
+        try:
+            for weight, master in shared.items():
+                repoint(weight, master.clone())
+            yield
+            share.merges += 1
+            if share.ranks.is_first:
+                for weight, master in shared.items():
+                    with torch.no_grad():
+                        master.copy_(weight.detach())
+        finally:
+            for weight, master in shared.items():
+                repoint(weight, master)
 
     # ---- layers that were lost ----
 

@@ -165,13 +165,33 @@ class Piece:
         )
         self.is_shared = share is not None
         self.buffer = (
-            HostBuffer(self.cuts[-1], node) if share is None else share.buffer(self.cuts[-1], node)
+            HostBuffer(self.cuts[-1], node) if share is None else share.buffer(self.cuts, node)
         )
         self.start, self.end = self.buffer.address, self.buffer.address + self.buffer.nbytes
         self.uses = 0
         self.locked_bytes = 0
         self.is_known = False
         self.coded: dict[int, CodedMaster] = {}
+        try:
+            self._fill(units, offsets, prepared, on_bytes, files, intake, share)
+        except BaseException:
+            if share is not None:  # what has moved already is this rank's own again
+                share.part(self.buffer)
+            raise
+        self._storages = [
+            StorageWeakRef(tensor.untyped_storage()) for unit in units for tensor in unit
+        ]
+
+    def _fill(
+        self,
+        units: Sequence[Sequence[Tensor]],
+        offsets: Sequence[int],
+        prepared: dict[int, Prepared],
+        on_bytes: Callable[[int], object],
+        files: Files | None,
+        intake: Intake | None,
+        share: Share | None,
+    ) -> None:
         to_read: list[tuple[Tensor, Tensor]] = []
         to_fetch: list[tuple[Tensor, int]] = []
         others: list[tuple[Tensor, Tensor]] = []  # that other ranks fill
@@ -204,9 +224,6 @@ class Piece:
             share.wait_until_filled(others, files)
             for tensor, master in others:
                 point_at(tensor, master)
-        self._storages = [
-            StorageWeakRef(tensor.untyped_storage()) for unit in units for tensor in unit
-        ]
 
     def _point(self, tensor: Tensor, offset: int) -> None:
         point_at(tensor, master_at(self.buffer, offset, tensor.detach()))
@@ -236,9 +253,12 @@ def code(
     What files have and no mapping can show is read first, into memory that goes once it is coded.
     Where ranks share a piece, each codes a part, and has from the others what they have coded.
     """
-    candidates = [tensor for unit in units for tensor in unit if coder.wants(tensor)]
+    # All ranks have the same list, also where one of them cannot code any more.
+    asked = coder.wants if share is None else coder.may_want
+    candidates = [tensor for unit in units for tensor in unit if asked(tensor)]
     if share is not None:
-        mine = [t for t, own in zip(candidates, share.codes(candidates), strict=True) if own]
+        owns = share.codes(candidates)
+        mine = [t for t, own in zip(candidates, owns, strict=True) if own and coder.wants(t)]
         prepared = _code(mine, coder, files, on_bytes)
         return coder.bring_together(candidates, prepared, files, share)
     return _code(candidates, coder, files, on_bytes)
@@ -400,6 +420,14 @@ class Pieces:
     def abandon(self, piece: Piece) -> None:
         """Have `own` copy what lies in files of a piece that nobody will `note`."""
         self._mapped += piece.coded.values()
+        if self.share is not None:
+            self.share.part(piece.buffer)
+
+    def share_with(self, share: Share | None) -> None:
+        """Have masters to come, of what is frozen, together with the ranks of `share`."""
+        self.share = share
+        if share is not None:
+            self._state.shares.append(share)
 
     def intake(self, tensors: Iterable[Tensor]) -> Intake:
         """Return what takes those of `tensors` off the device that lie there, once entered."""
@@ -485,6 +513,7 @@ class Pieces:
                 self._unlock(next(reversed(self._pieces)))
             if self.share is not None:
                 self.share.close()
+                self._state.shares.remove(self.share)
                 self.share = None
 
     def shared_at(self, address: int) -> bool:
@@ -519,7 +548,7 @@ class Pieces:
     def _unlock(self, start: int) -> None:
         self.budget.unlock(self._pieces[start])
         if self.share is not None:
-            self.share.part(self._pieces[start])
+            self.share.part(self._pieces[start].buffer)
         for address, coded in self._pieces[start].coded.items():
             if self._coded.get(address) is coded:
                 self.forget_coded(coded)

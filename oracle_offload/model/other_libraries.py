@@ -4,7 +4,8 @@ For this process, from the first attach on. An average of trained weights goes w
 each update: its owner made it before attach, or moved it. A merge of adapters into managed weights
 computes on the host, where it writes. Where adapters are taken off an attached model with all that
 was attached, it is detached first: what is left would be nobody's, half of it on the host.
-FSDP, which puts shards in the place of Parameters, is refused for what is attached.
+FSDP, which puts shards in the place of Parameters, is refused for what is attached. DDP ignores
+what ranks share.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..engine.engines import before_frozen_write, open_states
 from ..errors import OffloadError
-from ..layers.swap import is_managed
+from ..layers.swap import HANDLE, is_managed
 from .answers import MANAGER
 from .attachment import Attachment
 from .residents import move_residents
@@ -44,6 +45,7 @@ _OF_PLAIN_LAYERS = (
     "peft.tuners.glora.model",
     "GloraModel",
 )  # takes layers of torch's own class alone
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # names, of the module that DDP wraps
 _HOST = torch.device("cpu")
 _done: set[Any] = set()  # functions that stand for a library's
 _step_hooks: list[Any] = []
@@ -94,6 +96,9 @@ def refuse_shards() -> None:
     whole = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if whole is not None:
         _stand_before(whole, "__init__", _wrap)
+    parallel = getattr(sys.modules.get("torch.nn.parallel"), "DistributedDataParallel", None)
+    if parallel is not None:
+        _stand_before(parallel, "__init__", _leave_shared)
 
 
 def _shard(look: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,6 +115,33 @@ def _wrap(begin: Callable[..., Any]) -> Callable[..., Any]:
         return begin(wrapper, module, *args, **kwargs)
 
     return refuse
+
+
+def _leave_shared(begin: Callable[..., Any]) -> Callable[..., Any]:
+    """Let DDP ignore what ranks share: its first broadcast would write it where it lies."""
+
+    def leave(parallel: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = module.__dict__
+        told = own.get(_IGNORED)
+        shared = [
+            f"{name}.{key}" if name else key
+            for name, part in module.named_modules(remove_duplicate=False)
+            if (leaf := vars(part).get(HANDLE)) is not None
+            for key, tensor in (*part._parameters.items(), *part._buffers.items())
+            if tensor is not None and leaf.attachment.is_shared(tensor)
+        ]
+        if not shared:
+            return begin(parallel, module, *args, **kwargs)
+        own[_IGNORED] = [*(told or ()), *shared]
+        try:
+            return begin(parallel, module, *args, **kwargs)
+        finally:
+            if told is None:
+                del own[_IGNORED]
+            else:
+                own[_IGNORED] = told
+
+    return leave
 
 
 def _refuse_attached(roots: Any) -> None:
@@ -158,11 +190,14 @@ def _merge(merge: Callable[..., Any]) -> Callable[..., Any]:
         homes = dict(_homes(adapter, base))
         move_residents(homes, _HOST)
         weights = list(base.parameters())
-        before_frozen_write(weights)
         try:
-            return merge(adapter, *args, **kwargs)
+            with vars(base)[HANDLE].attachment.merging(weights):
+                before_frozen_write(weights)
+                try:
+                    return merge(adapter, *args, **kwargs)
+                finally:
+                    before_frozen_write(weights)  # a merge may have called the layer
         finally:
-            before_frozen_write(weights)  # a merge may have called the layer
             for module, home in homes.items():
                 move_residents([module], home)
 

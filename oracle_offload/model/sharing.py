@@ -15,6 +15,7 @@ import contextlib
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .masters import Files, Piece
 
 NODE = "node"
+_shares: weakref.WeakSet[Share] = weakref.WeakSet()
 _NAME = "oracle_offload"  # of the file, in /proc alone
 _GENERATION = struct.Struct("=Q")
 
@@ -53,32 +55,57 @@ class Share:
         Of the masters in it.
     is_writing : bool
         Whether the first rank may write them now, and the others wait for it.
+    merges : int
+        Of adapters into what is shared, since that began.
     """
 
     def __init__(self, ranks: LocalRanks) -> None:
         self.ranks = ranks
+        _shares.add(self)
         self.is_writing = False
+        self.merges = 0
         self._file = -1
+        self._header: mmap.mmap | None = None
         self._begins: dict[int, int] = {}  # in the file, by the address of each piece
         self._end = mmap.PAGESIZE  # the first page has the generation
         self._names: dict[int, str] = {}  # of tensors, by `id`, for messages
-        made: int | None = None
-        if ranks.is_first:
-            try:
-                made = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-                os.ftruncate(made, self._end)
-                import fcntl  # which Windows has not
-
-                # Else a rank could cut the file off below what another reads.
-                fcntl.fcntl(made, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            except OSError as error:
-                raise OffloadError(
-                    f"share='node': the system makes no shared memory ({error}); attach without "
-                    "it, and each rank has its own masters."
-                ) from error
-        self._file = ranks.share_file(made)
-        self._header = mmap.mmap(self._file, mmap.PAGESIZE)
+        try:
+            # The others wait for a descriptor next: they are told first whether there is one.
+            on_all(ranks, "made", self._make)
+            self._file = ranks.share_file(self._file if ranks.is_first else None)
+            on_all(ranks, "sealed", self._check_seal)
+            self._header = mmap.mmap(self._file, mmap.PAGESIZE)
+        except BaseException:
+            self.let_go()
+            raise
         self._seen = self._generation()
+
+    def _make(self) -> None:
+        if not self.ranks.is_first:
+            return
+        try:
+            self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self._file, self._end)
+            import fcntl  # which Windows has not
+
+            # Else a rank could cut the file off below what another reads.
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        except OSError as error:
+            raise OffloadError(
+                f"share='node': the system makes no shared memory ({error}); attach without it, "
+                "and each rank has its own masters."
+            ) from error
+
+    def _check_seal(self) -> None:
+        import fcntl
+
+        with contextlib.suppress(OSError):  # it is no memory of that kind
+            if fcntl.fcntl(self._file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                return
+        raise OffloadError(
+            f"what rank {self.ranks.at.local_rank} of this machine was passed is not memory as "
+            "rank 0 makes it: another program stands between them. Attach without share='node'."
+        )
 
     @property
     def nbytes(self) -> int:
@@ -111,10 +138,11 @@ class Share:
                 for key, tensor in leaf.kind.named_tensors(leaf.module).items():
                     name = f"{leaf.name}.{key}".lstrip(".")
                     tensors[name] = tensor
-                    self._names[id(tensor)] = name
+                    first = self._names.setdefault(id(tensor), name)
                     grows = "trained" if tensor.requires_grad else "frozen"
                     what = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.stride()} {grows}"
-                    rows.append(f"'{name}' in unit {number}: {what}")
+                    tied = "" if first == name else f", tied to '{first}'"
+                    rows.append(f"'{name}' in unit {number}: {what}{tied}")
         files = [] if loading is None else loading.identity()
         chosen = {id(tensor) for tensor in coded}
         names = [name for name, tensor in tensors.items() if id(tensor) in chosen]
@@ -140,8 +168,19 @@ class Share:
 
     # ---- filling ----
 
-    def buffer(self, nbytes: int, node: int) -> HostBuffer:
-        """Return the next part of the file: all ranks ask for the same, in the same order."""
+    def buffer(self, cuts: Sequence[int], node: int) -> HostBuffer:
+        """Return the next part of the file: all ranks ask for the same, in the same order.
+
+        Raises
+        ------
+        OffloadError
+            They do not: what one fills would be another weight to another rank.
+        """
+        said = self.ranks.exchange("cuts", list(cuts))
+        for rank, theirs in enumerate(said):
+            if theirs != said[0]:
+                raise _first_difference("order of its weights", rank, said[0], theirs)
+        nbytes = cuts[-1]
         begin, self._end = self._end, self._end + whole_pages(nbytes)
         # Whoever is first makes it longer: another that has looked before would make it shorter,
         # which is sealed.
@@ -202,24 +241,48 @@ class Share:
     def writing(self, pieces: Sequence[Piece]) -> Iterator[bool]:
         """Let the first rank write for a ``with`` block; yield whether this is the one.
 
-        No copy of this rank may be under way, nor begin meanwhile.
+        No copy of this rank may be under way, nor begin meanwhile. Where the block raises on one
+        rank, the others raise that too, at their end of it; where that is the first rank, nobody
+        can use what is half written.
+
+        Raises
+        ------
+        OffloadError
+            It is written already, or another rank has failed, or merged other adapters.
         """
+        if self.is_writing:
+            raise OffloadError(
+                "writing() and refresh() stand in a block of writing() of the same model, whose "
+                "end would come too early: leave the block first, which refreshes by itself."
+            )
         # Copies of the others may read what is written, until they say that none does.
         self.ranks.exchange("writing")
-        self.is_writing = True
+        self.is_writing, self.merges = True, 0
         try:
             if self.ranks.is_first:
-                self._begin_generation()  # odd: half written, should this rank end meanwhile
+                self._begin_generation()  # odd until all is written: `check_generation`
                 _protect(pieces, True)
             yield self.ranks.is_first
-        finally:
-            self.is_writing = False
             if self.ranks.is_first:
                 _protect(pieces, False)
-                self._begin_generation()
-            # Nobody copies what may still be written.
-            self.ranks.exchange("written")
-            self._seen = self._generation()
+            if len({*self.ranks.exchange("merged", self.merges)}) > 1:
+                raise OffloadError(
+                    "some ranks have merged adapters into the weights that all share, and others "
+                    "have not: in writing(), all of them call the merge, and each weight is "
+                    "written once. Start again."
+                )
+        except BaseException as error:
+            self.ranks.fail_with(error)  # the others wait for it
+            with contextlib.suppress(OffloadError):
+                _protect(pieces, False)
+            raise
+        finally:
+            self.is_writing = False
+        if self.ranks.is_first:
+            self._begin_generation()
+        # Nobody copies what may still be written.
+        self.ranks.exchange("written")
+        self._seen = self._generation()
 
     def seal(self, pieces: Sequence[Piece]) -> None:
         """Let nobody write them, once all ranks have filled and locked theirs."""
@@ -233,6 +296,8 @@ class Share:
         StaleWeightsError
             The first rank has written them, and this one took no part.
         """
+        if self._header is None or self.is_writing:  # parted; or a merge calls a layer
+            return
         found = self._generation()
         if found != self._seen:
             raise StaleWeightsError(
@@ -246,24 +311,34 @@ class Share:
             )
 
     def _generation(self) -> int:
+        assert self._header is not None
         (found,) = _GENERATION.unpack_from(self._header)
         return int(found)
 
     def _begin_generation(self) -> None:
-        _GENERATION.pack_into(self._header, 0, self._generation() + 1)
+        begun = self._generation() + 1
+        assert self._header is not None
+        _GENERATION.pack_into(self._header, 0, begun)
 
     # ---- the end ----
 
-    def part(self, piece: Piece) -> None:
+    def part(self, buffer: HostBuffer) -> None:
         """Make a piece this process's own: a page that it writes is copied, others see nothing."""
-        begin = self._begins.get(piece.start)
-        if begin is not None and not piece.buffer.locked:  # for another engine, which reads it
-            _core.pages_show(piece.start, whole_pages(piece.buffer.nbytes), self._file, begin)
-            del self._begins[piece.start]
+        begin = self._begins.get(buffer.address)
+        if begin is not None and not buffer.locked:  # for another engine, which reads it
+            _core.pages_show(buffer.address, whole_pages(buffer.nbytes), self._file, begin)
+            del self._begins[buffer.address]
 
     def close(self) -> None:
         """Let go of the file, and of the ranks; what lies in it stays as long as it is mapped."""
         self.ranks.close()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close this process's descriptors of the file: a mapping of Python's has one as well."""
+        if self._header is not None:
+            self._header.close()
+            self._header = None
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -299,7 +374,18 @@ def together(share: str | None) -> Iterator[Share | None]:
         yield made
     except BaseException as error:
         ranks.fail_with(error)
+        if made is not None and not made._begins:  # else what has pieces yet closes it
+            made.close()
         raise
+
+
+def _leave_child() -> None:
+    for share in list(_shares):
+        share.let_go()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_child)
 
 
 def _protect(pieces: Sequence[Piece], writable: bool) -> None:

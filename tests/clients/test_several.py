@@ -27,7 +27,8 @@ STAGES = ("meet", "descriptor", "layout", "filled", "compared weights", "attache
 KILLS = [f"killed:{victim}:{stage}" for stage in STAGES for victim in (0, 1)]
 SCENARIOS = [
     *("bits", "memory", "files", "writes", "saves", "shown", "partly_trained", "nodes@4", "waits"),
-    *("nothing_frozen", "one_fails_late"),
+    *("nothing_frozen", "one_fails_late", "abandoned", "ties", "early", "orphan", "alone"),
+    *("half_written", "no_cache", "quantised", "merges"),
     *("other_files", "other_layout", "other_values", "one_fails", "one_is_late"),
     *("descriptor", "no_group", "no_place", "other_number"),
     *("killed:0:filled", "killed:1:filled", "killed:1:meet", "killed:1:attached"),
@@ -115,6 +116,10 @@ def test_summary_recording_and_watcher_say_which_rank_they_are_of(two):
         ("other_values", "rank 1 of this machine has other values of 'blocks.2.base.weight'"),
         ("one_fails", "vram_budget='1KiB' is 1.00 KiB"),
         ("one_fails_late", "the device has no room for the arena"),
+        ("abandoned", "no room for the heap"),
+        ("ties", "tied to '0.weight'"),
+        ("half_written", "no room for the rest"),
+        ("merges", "some ranks have merged adapters"),
         ("descriptor", "rank 1 of this machine was refused the descriptor"),
         ("nothing_frozen", "share='node' shares frozen weights, and each layer of this model has"),
         ("no_group", "needs a process group, and there is none"),
@@ -126,6 +131,35 @@ def test_what_is_wrong_on_one_rank_is_an_error_with_its_name_on_all(two, scenari
     ranks = said(two, scenario)
     assert len(ranks) == 2
     assert all(why in text for text in ranks), ranks
+
+
+def test_what_is_wrong_before_anything_is_shared_is_heard_of_and_leaves_nothing_open(two):
+    for lock, memory, *layouts in said(two, "early"):
+        assert "lock='much' is neither 'auto' nor 'never'" in lock
+        assert "the system makes no shared memory (no more of it)" in memory
+        assert len(layouts) == 2
+        assert all("has another layout than rank 0" in text for text in layouts)
+
+
+def test_a_rank_that_was_killed_is_gone_while_a_child_of_it_lives(two):
+    (row,) = (row for row in two if row["scenario"] == "orphan")
+    assert [rank["code"] for rank in row["ranks"]] == [0, -9], row
+    assert "rank 1 of this machine is gone" in row["ranks"][0]["said"]
+    assert not row["left"]
+
+
+def test_ddp_leaves_what_is_shared_alone_untold_and_copies_are_their_own(two):
+    first, _ = said(two, "alone")
+    assert "rank 1 of this machine is gone" in first
+
+
+def test_a_rank_that_cannot_write_the_cache_leaves_its_part_as_it_is(two):
+    coded = said(two, "no_cache")
+    assert coded[0] == coded[1] > 0, coded
+
+
+def test_quantised_weights_are_shared_and_no_call_writes_them(two):
+    assert said(two, "quantised") == ["refused", "refused"]
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_group_allows(two):
