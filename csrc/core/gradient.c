@@ -65,6 +65,7 @@ done:
         engine->stats.recoveries++;
         in_flight = oo__note(engine, "cuStreamSynchronize",
                              engine->driver.cuStreamSynchronize(engine->d2h)) != OO_OK;
+        engine->unwaited |= in_flight != 0;
     }
     if (adopted && (in_flight || oo__disown(engine, source) != OOCU_SUCCESS))
         engine->unfinished = source;

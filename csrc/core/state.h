@@ -303,14 +303,17 @@ struct oo_trip {
     uint32_t generation; /* counts the trips that had this record */
     uint32_t next_free;  /* in the row of free ones */
     uint8_t is_back;
-    uint8_t queued;  /* its copy may be */
-    uint8_t joined;  /* its device memory is the caller's again */
-    uint8_t adopted; /* the simulated device has that memory, for this trip */
+    uint8_t queued; /* its copy may be */
+    uint8_t joined; /* its device memory is the caller's again */
     char *host;
     OOCUdeviceptr device;
     size_t bytes;
-    OOCUstream stream; /* that torch allocated the device memory on */
-    uint64_t awaited;  /* of one out: the copy that came before what it brings: see oo_copies */
+    OOCUdeviceptr lent; /* what the simulated device has until this trip ends: the trip's bytes */
+    size_t lent_bytes;  /* or, handed on, those of another over them; 0: it has them otherwise */
+    uint64_t left;      /* of one back: the ticket of the trip out */
+    uint32_t backs;     /* of one out: those that have not ended */
+    OOCUstream stream;  /* that torch allocated the device memory on */
+    uint64_t awaited;   /* of one out: the copy that came before what it brings: see oo_copies */
     struct oo_event *arrived;
 };
 
@@ -377,7 +380,8 @@ struct oo_engine {
     struct oo_decoder decoder;
     struct oo_ring up, down;
     struct oo_feeder feeder;
-    OOCUdeviceptr unfinished; /* of a copy that failed and could not be waited for */
+    OOCUdeviceptr unfinished; /* lent still, for a copy that failed and could not be waited for */
+    uint8_t unwaited;         /* such a copy may be under way, of memory that is lent or not */
     struct oo_trips trips;
     struct oo_spans spans;
     struct oo_pace pace;

@@ -55,37 +55,37 @@ static enum oo_status oo__trip_take(struct oo_engine *engine, uint32_t *id) {
 int oo__trip_covers(const struct oo_engine *engine, uintptr_t address, size_t bytes) {
     for (uint32_t i = 0; i < engine->trips.count; i++) {
         const struct oo_trip *trip = &engine->trips.all[i];
-        if (trip->adopted && trip->device <= address &&
-            address + bytes <= trip->device + trip->bytes)
+        if (trip->lent && trip->lent <= address && address + bytes <= trip->lent + trip->lent_bytes)
             return 1;
     }
     return 0;
 }
 
-/* The simulated device has the bytes no more, unless another trip of them goes on. */
+/* The simulated device has the bytes no more, unless another trip of some of them goes on. */
 static enum oo_status oo__trip_disown(struct oo_engine *engine, struct oo_trip *trip) {
-    if (!trip->adopted)
+    if (!trip->lent)
         return OO_OK;
     for (uint32_t i = 0; i < engine->trips.count; i++) {
         struct oo_trip *other = &engine->trips.all[i];
-        if (other != trip && !other->joined && other->device == trip->device &&
-            other->bytes == trip->bytes) {
-            other->adopted = 1;
-            trip->adopted = 0;
+        if (other != trip && !other->joined && trip->lent <= other->device &&
+            other->device + other->bytes <= trip->lent + trip->lent_bytes) {
+            other->lent = trip->lent;
+            other->lent_bytes = trip->lent_bytes;
+            trip->lent = 0;
             return OO_OK;
         }
     }
-    const enum oo_status status = oo__check(engine, "simDrop", oo__disown(engine, trip->device));
+    const enum oo_status status = oo__check(engine, "simDrop", oo__disown(engine, trip->lent));
     if (status == OO_OK)
-        trip->adopted = 0;
+        trip->lent = 0;
     return status;
 }
 
 void oo__trips_close(struct oo_engine *engine) {
     struct oo_trips *trips = &engine->trips;
     for (uint32_t i = 0; i < trips->count; i++) {
-        if (trips->all[i].adopted)
-            (void)oo__disown(engine, trips->all[i].device);
+        if (trips->all[i].lent)
+            (void)oo__disown(engine, trips->all[i].lent);
         oo__event_give(engine, trips->all[i].arrived);
     }
     free(trips->all);
@@ -96,14 +96,16 @@ void oo__trips_close(struct oo_engine *engine) {
  * what a failed one left queued. */
 enum oo_status oo__finish_download(struct oo_engine *engine) {
     enum oo_status status = OO_OK;
-    if (!engine->unfinished)
+    if (!engine->unfinished && !engine->unwaited)
         return OO_OK;
     if (engine->usable) { /* a lost context has nothing in flight */
         OO_TRY(oo__synchronize(engine, engine->d2h, 1));
         if (engine->trips.count)
             OO_TRY(oo__synchronize(engine, engine->h2d, 1));
     }
-    OO_TRY(oo__check(engine, "simDrop", oo__disown(engine, engine->unfinished)));
+    engine->unwaited = 0;
+    if (engine->unfinished)
+        OO_TRY(oo__check(engine, "simDrop", oo__disown(engine, engine->unfinished)));
     engine->unfinished = 0;
 done:
     return status;
@@ -126,7 +128,8 @@ static enum oo_status oo__trip_begin(struct oo_engine *engine, struct oo_trip *t
     if (!oo__trip_covers(engine, trip->device, trip->bytes)) {
         OO_TRY(oo__adopt(engine, trip->device, trip->bytes,
                          OOSIM_ADOPT_KEEP | OOSIM_ADOPT_IN_STREAM, trip->stream));
-        trip->adopted = 1;
+        trip->lent = trip->device;
+        trip->lent_bytes = trip->bytes;
         oo__label(engine, (const void *)trip->device, trip->bytes,
                   out ? "bytes that leave" : "bytes that come back", OO_NO_UNIT);
     }
@@ -169,9 +172,10 @@ static void oo__trip_undo(struct oo_engine *engine, struct oo_trip *trip, int ou
         in_flight =
             oo__note(engine, "cuStreamSynchronize",
                      engine->driver.cuStreamSynchronize(out ? engine->d2h : engine->h2d)) != OO_OK;
+        engine->unwaited |= in_flight != 0; /* also of bytes that another trip has lent */
     }
-    if (trip->adopted && (in_flight || oo__disown(engine, trip->device) != OOCU_SUCCESS))
-        engine->unfinished = trip->device;
+    if (trip->lent && (in_flight || oo__disown(engine, trip->lent) != OOCU_SUCCESS))
+        engine->unfinished = trip->lent;
     oo__event_give(engine, trip->arrived);
 }
 
@@ -282,6 +286,10 @@ enum oo_status oo_trip_back(struct oo_engine *engine, uint64_t out, uintptr_t ta
         status = oo__fail(OO_E_ARGUMENT, "that trip is one back itself");
     else
         status = oo__trip_to_device(engine, left, left->host, left->bytes, target, stream, ticket);
+    if (status == OO_OK) { /* at another address by now, perhaps: there is one trip more */
+        engine->trips.all[(uint32_t)out].backs++;
+        engine->trips.all[(uint32_t)*ticket].left = out;
+    }
     oo__leave(engine);
     return status;
 }
@@ -351,6 +359,23 @@ done:
     return status;
 }
 
+/* Trips out that are queued from now on may go to the host memory of `trip`. */
+static enum oo_status oo__trip_free_host(struct oo_engine *engine, const struct oo_trip *trip,
+                                         uint64_t ticket) {
+    enum oo_status status = OO_OK;
+    for (uint32_t i = 0; trip->backs && i < engine->trips.count; i++) {
+        const struct oo_trip *back = &engine->trips.all[i];
+        if (back->left == ticket)
+            /* H16: as below, of copies back that outlive the trip out. */
+            OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->d2h, back->arrived->handle, 0));
+    }
+    if (trip->is_back)
+        /* H16: the next bytes that leave may go to the same host memory. */
+        OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->d2h, trip->arrived->handle, 0));
+done:
+    return status;
+}
+
 enum oo_status oo_trip_end(struct oo_engine *engine, uint64_t ticket) {
     enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
     if (status != OO_OK)
@@ -362,11 +387,14 @@ enum oo_status oo_trip_end(struct oo_engine *engine, uint64_t ticket) {
     }
     if (engine->usable && !trip->joined)
         OO_TRY(oo__trip_join(engine, trip, trip->stream));
-    if (engine->usable && trip->is_back)
-        /* H16: the next bytes that leave may go to the same host memory. */
-        OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->d2h, trip->arrived->handle, 0));
-    if (trip->adopted) /* a lost context has taken what was queued */
-        (void)oo__disown(engine, trip->device);
+    if (engine->usable)
+        OO_TRY(oo__trip_free_host(engine, trip, ticket));
+    if (trip->lent) /* a lost context has taken what was queued */
+        (void)oo__disown(engine, trip->lent);
+    if (trip->left) { /* its trip out may have ended before */
+        struct oo_trip *left = &engine->trips.all[(uint32_t)trip->left];
+        left->backs -= left->generation == (uint32_t)(trip->left >> 32) && left->backs;
+    }
     oo__event_give(engine, trip->arrived);
     *trip = (struct oo_trip){.generation = trip->generation, .next_free = engine->trips.first_free};
     engine->trips.first_free = (uint32_t)ticket;

@@ -432,7 +432,8 @@ enum oo_status oo_trip_arrived(struct oo_engine *engine, uint64_t ticket, int *a
 /* Wait on the host until it has: what left may be read there. */
 enum oo_status oo_trip_await(struct oo_engine *engine, uint64_t ticket);
 /* Join the trip, if nobody has, and forget it: its host memory may be the target of the next trip
- * out. The host itself may rewrite it once oo_trip_await has returned. */
+ * out, also while trips back of it have not ended. The host itself may rewrite it once
+ * oo_trip_await has returned, of those too. */
 enum oo_status oo_trip_end(struct oo_engine *engine, uint64_t ticket);
 
 /* ---- masters that change ---- */

@@ -357,6 +357,15 @@ static void host_memory_is_used_again_at_once(void) {
          "out");
     need(oo_trip_await(t.w.engine, second), "await");
     end(&t, second);
+    /* And where the trip out is ended before the one back. */
+    compute(&t, t.w.stream);
+    const uint64_t third = leave(&t, t.w.stream), late = come_back(&t, third, t.w.stream);
+    end(&t, third);
+    need(oo_trip_out(t.w.engine, oo_host_address(t.host), (uintptr_t)more, BYTES, other, &second),
+         "out");
+    need(oo_trip_await(t.w.engine, second), "await");
+    end(&t, second);
+    end(&t, late);
     check_no_reports("again");
     end_device_memory(&t.w, more);
     end_stream(&t.w, other);
@@ -475,6 +484,52 @@ static void a_trip_that_fails_leaves_nothing(void) {
         check_no_reports(cases[i].call);
         trips_close(&t, cases[i].call);
     }
+}
+
+/* Memory is lent until the last trip of any of its bytes is joined; a failed one is waited for too.
+ */
+static void a_part_of_what_is_lent_may_go_by_itself(void) {
+    enum { WHOLE = 4096, PART = 1024 };
+    struct world w;
+    struct oo_host *host;
+    struct sim_live before, during, after;
+    static char bytes[WHOLE];
+    uint64_t out = 0, part = 0, failed = 0;
+    world_open(&w, 60000, -1);
+    need(oo_host_create(WHOLE + 2 * PART, &host), "host");
+    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    char *target = oo_host_address(host);
+    fill(bytes, WHOLE, 3);
+    sim.simGetLive(&before);
+    need(oo_trip_out(w.engine, target, (uintptr_t)bytes, WHOLE, w.stream, &out), "out");
+    need(oo_trip_out(w.engine, target + WHOLE, (uintptr_t)bytes + PART, PART, w.stream, &part),
+         "part");
+    need(oo_trip_join(w.engine, out, w.stream), "join");
+    sim.simGetLive(&during);
+    CHECK(during.adopted_bytes == before.adopted_bytes + WHOLE, "taken from the part");
+    w.engine->spans.seen[OO_TRACE_D2H] = 1; /* none is measured */
+    sim.simFault("cuEventRecord", 2, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    CHECK(oo_trip_out(w.engine, target + WHOLE + PART, (uintptr_t)bytes, PART, w.stream, &failed) ==
+              OO_E_DRIVER,
+          "no error");
+    sim.simFaultClear();
+    CHECK(w.engine->unwaited && !w.engine->unfinished, "forgotten");
+    const uint64_t waits = stats_of(&w).host_waits;
+    need(oo_trip_out(w.engine, target + WHOLE + PART, (uintptr_t)bytes, PART, w.stream, &failed),
+         "again");
+    CHECK(!w.engine->unwaited && stats_of(&w).host_waits > waits, "not waited for");
+    need(oo_trip_end(w.engine, failed), "end");
+    need(oo_trip_end(w.engine, out), "end");
+    need(oo_trip_await(w.engine, part), "await");
+    CHECK(memcmp(target + WHOLE, bytes + PART, PART) == 0, "wrong bytes");
+    need(oo_trip_end(w.engine, part), "end");
+    sim.simGetLive(&after);
+    CHECK(after.adopted_bytes == before.adopted_bytes, "stays lent");
+    check_no_reports("part");
+    need(oo_engine_unlock(w.engine, host), "unlock");
+    need(oo_host_destroy(host), "destroy");
+    world_close(&w, "part");
 }
 
 /* Where even waiting fails, the lent memory is known until the next copy. */
@@ -597,6 +652,7 @@ static const struct check_case cases[] = {
     CASE(a_thousand_steps_allocate_nothing),
     CASE(what_is_refused),
     CASE(a_trip_that_fails_leaves_nothing),
+    CASE(a_part_of_what_is_lent_may_go_by_itself),
     CASE(what_a_failed_trip_left_is_ended_by_the_next),
     CASE(an_end_that_fails_is_made_again),
     CASE(trips_have_rows_in_the_timeline),
