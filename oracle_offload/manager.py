@@ -210,8 +210,13 @@ class MemoryManager:
         does the right thing on each.
         """
         self.state.check_process()
-        self.state.engine.settle()
         pieces = self.attachment.pieces
+        try:
+            self.state.engine.settle()
+        except OffloadError as error:
+            if pieces.share is not None:  # the others are about to wait
+                pieces.share.ranks.fail_with(error)
+            raise
         try:
             if pieces.share is None:
                 yield True

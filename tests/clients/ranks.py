@@ -506,6 +506,16 @@ def early(rank, size, folder):
         os.memfd_create = refuse
     said.append(fails(Model()))
     os.memfd_create = make
+    share_file = host_ranks.LocalRanks.share_file
+
+    def exchanged(self, file):
+        os.close(share_file(self, file))
+        return os.open(__file__, os.O_RDONLY)
+
+    if rank:
+        host_ranks.LocalRanks.share_file = exchanged
+    said.append(fails(Model()))
+    host_ranks.LocalRanks.share_file = share_file
     for _ in range(2):
         said.append(fails(Model(), ignore_modules=["blocks.1.*"] if rank else ()))
     assert opened() == 0, opened()
@@ -780,9 +790,6 @@ def shown(rank, size, folder):
     return [str(summary), str(recording), str(looked)]
 
 
-STAGES = ("meet", "descriptor", "layout", "filled", "compared weights", "attached", "writing")
-
-
 def killed(rank, size, folder, victim, stage):
     """One rank is killed as it comes to a stage; the others hear of it."""
     exchange = host_ranks.LocalRanks.exchange
@@ -799,10 +806,14 @@ def killed(rank, size, folder, victim, stage):
 
     def calls():
         manager = attach(model)
-        with manager.writing():
-            pass
+        with manager.writing() as mine:
+            if mine:
+                next(iter(frozen(model).values())).zero_()
 
-    return [refused(calls), time.monotonic()]
+    said, heard_s = refused(calls), time.monotonic()
+    if stage == "merged":
+        check_stale(lambda: model(inputs(0, 0)))
+    return [said, heard_s]
 
 
 # ---- starting and ending them ----

@@ -6,15 +6,21 @@ import itertools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 import small_models
+import torch
 from safetensors.torch import load_file
+
+from oracle_offload.errors import OffloadError
+from oracle_offload.host import ranks as host_ranks
 
 pytestmark = [
     pytest.mark.ci,
@@ -23,7 +29,10 @@ pytestmark = [
 
 PROGRAM = Path(__file__).with_name("ranks.py")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-STAGES = ("meet", "descriptor", "layout", "filled", "compared weights", "attached", "writing")
+STAGES = (
+    *("meet", "made", "descriptor", "sealed", "layout", "cuts", "filled", "compared weights"),
+    *("attached", "writing", "merged", "written"),
+)
 KILLS = [f"killed:{victim}:{stage}" for stage in STAGES for victim in (0, 1)]
 SCENARIOS = [
     *("bits", "memory", "files", "writes", "saves", "shown", "partly_trained", "nodes@4", "waits"),
@@ -32,7 +41,16 @@ SCENARIOS = [
     *("other_files", "other_layout", "other_values", "one_fails", "one_is_late"),
     *("descriptor", "no_group", "no_place", "other_number"),
     *("killed:0:filled", "killed:1:filled", "killed:1:meet", "killed:1:attached"),
-    *("killed:0:writing", "starts", "starts", "starts", "starts", "starts"),
+    *(
+        "killed:0:writing",
+        "killed:0:merged",
+        "killed:1:written",
+        "starts",
+        "starts",
+        "starts",
+        "starts",
+        "starts",
+    ),
 ]
 
 
@@ -134,11 +152,36 @@ def test_what_is_wrong_on_one_rank_is_an_error_with_its_name_on_all(two, scenari
 
 
 def test_what_is_wrong_before_anything_is_shared_is_heard_of_and_leaves_nothing_open(two):
-    for lock, memory, *layouts in said(two, "early"):
+    for lock, memory, exchanged, *layouts in said(two, "early"):
         assert "lock='much' is neither 'auto' nor 'never'" in lock
         assert "the system makes no shared memory (no more of it)" in memory
+        assert "what rank 1 of this machine was passed is not memory" in exchanged
         assert len(layouts) == 2
         assert all("has another layout than rank 0" in text for text in layouts)
+
+
+@pytest.mark.parametrize("here", ["first", "other"])
+def test_a_process_of_another_user_is_no_rank(monkeypatch, here):
+    """Whoever knows the store may put another name there, or come to the first rank's."""
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    door = socket.socket(socket.AF_UNIX)
+    name = f"oracle_offload-test-{os.getpid()}-{here}"
+    at = host_ranks.Place(1, 2, 1, 2)
+    with door:
+        door.bind("\0" + name)
+        door.listen()
+        if here == "other":
+            store = torch.distributed.HashStore()
+            store.set("key", name)
+            with pytest.raises(OffloadError, match=f"it is of user {own}, this one of user"):
+                host_ranks._go_to_first(store, "key", at.as_row(), at, 60)
+        else:
+            peers = {}
+            with socket.socket(socket.AF_UNIX) as comes:
+                comes.connect("\0" + name)
+                host_ranks._let_in(door.accept()[0], at.as_row(), peers, time.monotonic() + 60)
+                assert not peers and comes.recv(1) == b"", "it was let in"
 
 
 def test_a_rank_that_was_killed_is_gone_while_a_child_of_it_lives(two):
@@ -180,9 +223,9 @@ def check_kill(row):
     assert not row["left"]
 
 
-def test_five_ranks_killed_are_heard_of_and_leave_no_segment(two):
+def test_ranks_killed_are_heard_of_and_leave_no_segment(two):
     rows = [row for row in two if row["scenario"].startswith("killed")]
-    assert len(rows) == 5
+    assert len(rows) == 7
     for row in rows:
         check_kill(row)
 
