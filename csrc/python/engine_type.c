@@ -963,8 +963,7 @@ static PyObject *oo__engine_hold(PyObject *object, PyObject *unused) {
     return oo__none_or_raise(object, status);
 }
 
-static const struct oo_parameter oo__is_locked_takes[] = {OO_ADDRESS("memory"),
-                                                          OO_NUMBER("nbytes")};
+static const struct oo_parameter oo__is_locked_takes[] = {OO_ADDRESS("memory"), OO_BYTES("nbytes")};
 
 static PyObject *oo__engine_is_locked(PyObject *object, PyObject *const *arguments,
                                       Py_ssize_t count) {

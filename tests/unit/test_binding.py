@@ -141,6 +141,7 @@ def arguments_of(life: Life, call: str) -> dict[str, Any]:
         "address": life.arena,
         "source": tensors[0][0],
         "target": tensors[0][0],
+        "memory": tensors[0][0],
         "nbytes": 16,
         "offset": 0,
         "device_type": 1,
