@@ -794,14 +794,19 @@ def killed(rank, size, folder, victim, stage):
     """One rank is killed as it comes to a stage; the others hear of it."""
     exchange = host_ranks.LocalRanks.exchange
 
+    def end(*args):
+        os.write(told, json.dumps(time.monotonic()).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def until(self, what, value=None):
         if what == stage:
-            os.write(told, json.dumps(time.monotonic()).encode())
-            os.kill(os.getpid(), signal.SIGKILL)
+            end()
         return exchange(self, what, value)
 
     if rank == victim:
         host_ranks.LocalRanks.exchange = until
+        if stage == "accept":  # of the first rank, once another has come to its door
+            host_ranks._let_in = end
     model = Model()
 
     def calls():

@@ -45,6 +45,7 @@ SCENARIOS = [
         "killed:0:writing",
         "killed:0:merged",
         "killed:1:written",
+        "killed:0:accept",
         "starts",
         "starts",
         "starts",
@@ -225,7 +226,7 @@ def check_kill(row):
 
 def test_ranks_killed_are_heard_of_and_leave_no_segment(two):
     rows = [row for row in two if row["scenario"].startswith("killed")]
-    assert len(rows) == 7
+    assert len(rows) == 8
     for row in rows:
         check_kill(row)
 
