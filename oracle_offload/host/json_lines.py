@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 
 def records_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects among `lines`, one a line; other lines are passed over."""
+    import json  # who explains an error may not have needed it yet
+
     for line in lines:
         try:
             record = json.loads(line)

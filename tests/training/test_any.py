@@ -793,13 +793,17 @@ def test_what_is_lent_looks_like_the_parameters(device, trainable, context):
 
 
 class Holds(Recorder):
-    """Counts how often the engine is held: a step may write masters then."""
+    """Counts how often the host has waited for reads of masters: a step may write them then."""
 
     count = 0
 
     def hold(self):
         self.count += 1
         self._engine.hold()
+
+    def rest(self):
+        self.count += 1
+        self._engine.rest()
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non"])
