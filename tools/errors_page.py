@@ -263,6 +263,14 @@ NOTES: dict[str, dict[str, str]] = {
             "The optimizer computes something of all its Parameters, counts its calls, or draws "
             "random numbers. It trains as before, on the host."
         ),
+        "which is lost between batches": (
+            "The optimizer keeps something of a step in an attribute (a counter, a dict of "
+            "momenta) and not in its `state`. It trains as before, on the host."
+        ),
+        "Parameters or another optimizer, which": (
+            "A wrapper of optimizers, or one that gathers its Parameters. Stream the optimizer "
+            "that it wraps, where it wraps one, before it does."
+        ),
         "do not stay on the device": "Make the optimizer without this option.",
         "stepping small Parameters": (
             "Its step needs a closure, or something else that a step does not get here. It trains "

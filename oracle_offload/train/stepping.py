@@ -17,7 +17,7 @@ import copy
 import functools
 import itertools
 import types
-from collections import defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -36,6 +36,26 @@ _TRIAL_STEPS = 3
 _TRIAL_TENSORS = 3  # of each group
 _TRIAL_SIDE = 8
 _STEPPER = "_oracle_offload_stepper"
+# Attributes that a part has of its own.
+_ELSEWHERE = frozenset({"state", "param_groups", _STEPPER})
+# What an attribute may point to without keeping a step's results there.
+_NOT_KEPT = (
+    type,
+    nn.Module,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    property,
+    staticmethod,
+    classmethod,
+    torch.dtype,
+    torch.device,
+)
+
+
+class _Refused(OffloadError):
+    """A class of optimizers is refused in the midst of its trial."""
 
 
 def stream_optimizer(optimizer: Any) -> Any:
@@ -260,6 +280,8 @@ def _try(optimizer: Any, device: torch.device, managed: set[int]) -> None:
         with torch.random.fork_rng(devices=[]):
             try:
                 found.append(_trial(optimizer, kind, groups, steps, together))
+            except _Refused as refused:
+                raise OffloadError(*refused.args) from None
             except Exception as error:
                 raise OffloadError(
                     f"{kind.__name__} cannot be streamed: stepping small Parameters "
@@ -286,7 +308,9 @@ def _trial(
     ]
     for group, parameters in zip(options, own, strict=True):
         group["params"] = parameters
-    part = _part_of(optimizer, kind, options, defaultdict(dict))
+    states: Any = defaultdict(dict)
+    part = _own_part_of(optimizer, kind, options, states)
+    keeps = _Keeps(optimizer, part)
     step = _own_step(kind)
     flat = [parameter for group in own for parameter in group]
     for of_step in gradients:
@@ -294,9 +318,106 @@ def _trial(
         for now in [range(len(flat))] if together else [[n] for n in range(len(flat))]:
             for n, parameter in enumerate(flat):
                 parameter.grad = of_all[n].clone() if n in now else None
+            if not together:  # each batch of a step has another part
+                part = _own_part_of(optimizer, kind, options, states)
             step(part)
+            if together:
+                keeps.refuse_a_change(part)
     kept = [{key: value for key, value in group.items() if key != "params"} for group in options]
-    return [p.detach() for p in flat], [part.state.get(p) for p in flat], kept
+    return [p.detach() for p in flat], [states.get(p) for p in flat], kept
+
+
+def _own_part_of(optimizer: Any, kind: Any, groups: list[dict[str, Any]], state: Any) -> Any:
+    """Return a part whose step leaves no trace in what `optimizer` keeps in its attributes."""
+    part = _part_of(optimizer, kind, groups, state)
+    shared = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for name, value in part.__dict__.items():
+        if name not in _ELSEWHERE:
+            part.__dict__[name] = _apart(value, shared)
+    return part
+
+
+def _apart(value: Any, done: dict[int, Any]) -> Any:
+    """Return a value in containers and tensors of its own; `done` are those by their ids."""
+    if id(value) in done:
+        return done[id(value)]
+    if type(value) in (dict, defaultdict, OrderedDict):
+        made = done[id(value)] = copy.copy(value)
+        made.update({key: _apart(each, done) for key, each in value.items()})
+    elif type(value) in (list, deque):
+        made = done[id(value)] = copy.copy(value)
+        for n, each in enumerate(value):
+            made[n] = _apart(each, done)
+    elif type(value) is tuple:
+        made = tuple(_apart(each, done) for each in value)
+    elif type(value) in (set, bytearray):
+        made = copy.copy(value)
+    elif isinstance(value, Tensor):
+        made = value.detach().clone()
+    else:
+        return value
+    done[id(value)] = made
+    return made
+
+
+class _Keeps:
+    """What an optimizer keeps in attributes, which the parts that step batches do not hand on."""
+
+    def __init__(self, optimizer: Any, part: Any) -> None:
+        self._kind = type(part)
+        self._own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._before = self._look(part)
+        self._is_first = True
+
+    def refuse_a_change(self, part: Any) -> None:
+        """Refuse a class that keeps something of a step elsewhere than in its states."""
+        before, now = self._before, self._look(part)
+        for name in before.keys() | now.keys():
+            changed = not _same(before.get(name), now.get(name))
+            # A mark of the first step is well: the trial shows that it may be missing later.
+            if changed and not (self._is_first and type(now.get(name)) is bool):
+                raise _Refused(
+                    f"{self._kind.__name__} cannot be streamed: its step changes the attribute "
+                    f"{name!r}, which is lost between batches. Only what lies in `state` is kept; "
+                    "its step runs on the host, as without stream_optimizer."
+                )
+        self._before, self._is_first = now, False
+
+    def _look(self, part: Any) -> dict[str, Any]:
+        classes = [c for c in self._kind.__mro__ if c not in Optimizer.__mro__]
+        kept = {name: value for c in reversed(classes) for name, value in vars(c).items()}
+        kept.update(part.__dict__)
+        return {
+            name: self._note(name, value, {})
+            for name, value in kept.items()
+            if name not in _ELSEWHERE and not name.startswith("__")
+        }
+
+    def _note(self, name: str, value: Any, seen: dict[int, Any]) -> Any:
+        """Return something that stays equal for as long as nothing in a value changes."""
+        if value is None or type(value) in (bool, int, float, complex, str, bytes):
+            return "nan" if value != value else value
+        if isinstance(value, Optimizer) or id(value) in self._own:
+            raise _Refused(
+                f"{self._kind.__name__} cannot be streamed: its attribute {name!r} holds "
+                "Parameters or another optimizer, which its step would change where they are. Its "
+                "step runs on the host, as without stream_optimizer."
+            )
+        if id(value) in seen or isinstance(value, _NOT_KEPT):
+            return id(value)
+        seen[id(value)] = value
+        if isinstance(value, Tensor):
+            counted = None if value.is_inference() else value._version
+            return [id(value), counted, value.detach().clone()]
+        if isinstance(value, torch.Generator):
+            return [id(value), value.get_state()]
+        if isinstance(value, dict):
+            keys = [self._note(name, key, seen) for key in value]
+            return [keys, [self._note(name, each, seen) for each in value.values()]]
+        if isinstance(value, list | tuple | set | frozenset | deque):
+            return [self._note(name, each, seen) for each in value]
+        held = object.__getstate__(value)  # of `__dict__` and slots; the class may have its own
+        return [id(value), repr(value) if held is None else self._note(name, held, seen)]
 
 
 def _same(one: Any, other: Any) -> bool:

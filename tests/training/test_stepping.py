@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
@@ -315,12 +317,19 @@ class Prodigal(torch.optim.SGD):
         return super().step(closure)
 
 
+class NeedsAClosure(torch.optim.SGD):
+    def step(self, closure):
+        closure()
+        return super().step()
+
+
 def test_what_cannot_be_streamed_is_refused_by_name(device):
     managed = Net()
     with attached(managed, device):
         own = list(managed.parameters())
         for make, why in (
-            (torch.optim.LBFGS, "LBFGS cannot be streamed: .* closure"),
+            (torch.optim.LBFGS, "LBFGS cannot be streamed: .* '_params' holds"),
+            (NeedsAClosure, "NeedsAClosure cannot be streamed: .* closure"),
             (lambda p: Prodigal(p, lr=0.1), "Prodigal cannot be streamed: it steps small"),
             (
                 lambda p: torch.optim.AdamW(p, capturable=True),
@@ -346,6 +355,149 @@ def test_what_cannot_be_streamed_is_refused_by_name(device):
             stream_optimizer(optimizer)
     with pytest.raises(TypeError, match=r"object is not a torch\.optim\.Optimizer"):
         stream_optimizer(object())
+
+
+class Own(torch.optim.Optimizer):
+    """Plain descent; each class below does one thing more."""
+
+    def __init__(self, params, **defaults):
+        super().__init__(params, {"lr": 0.1, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.one(group, p)
+
+    def one(self, group, p):
+        p.sub_(group["lr"] * p.grad)
+
+
+class KeepsMomentum(Own):
+    def __init__(self, params):
+        super().__init__(params)
+        self.momenta = {}
+
+    def one(self, group, p):
+        momentum = self.momenta.setdefault(p, torch.zeros_like(p))
+        p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=group["lr"])
+
+
+class Counts(Own):
+    """A tenth step that differs is beyond any short trial."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        super().step()
+
+
+class CountsInAnObject(Own):
+    def __init__(self, params):
+        super().__init__(params)
+        self.counts = itertools.count()
+
+    def one(self, group, p):
+        next(self.counts)
+        super().one(group, p)
+
+
+class CountsInItsClass(Own):
+    counts: ClassVar = [0]
+
+    def one(self, group, p):
+        self.counts[0] += 1
+        super().one(group, p)
+
+
+class CountsInATensor(Own):
+    def __init__(self, params):
+        super().__init__(params)
+        self.count = torch.zeros(1)
+
+    def one(self, group, p):
+        self.count += 1
+        super().one(group, p)
+
+
+class Toggles(Own):
+    flips = False
+
+    def step(self, closure=None):
+        self.flips = not self.flips
+        super().step()
+
+
+class HoldsAnother(Own):
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params)
+        self.base = torch.optim.SGD(params, lr=0.1)
+
+    def step(self, closure=None):
+        self.base.step()
+
+
+class HoldsParameters(Own):
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params)
+        self.flat = [params]
+
+
+@pytest.mark.parametrize(
+    ("make", "attribute"),
+    [
+        (KeepsMomentum, "'momenta'"),
+        (Counts, "'count'"),
+        (CountsInAnObject, "'counts'"),
+        (CountsInItsClass, "'counts'"),
+        (CountsInATensor, "'count'"),
+        (Toggles, "'flips'"),
+        (HoldsAnother, "'base' holds"),
+        (HoldsParameters, "'flat' holds"),
+    ],
+)
+def test_what_keeps_something_on_itself_is_refused_and_the_trial_leaves_nothing(
+    device, make, attribute
+):
+    managed = Net()
+    with attached(managed, device):
+        optimizer = make(managed.parameters())
+        backward(managed, 0, device)
+        before = cloned(managed.state_dict())
+        with pytest.raises(OffloadError, match=f"{make.__name__} cannot.* attribute {attribute}"):
+            stream_optimizer(optimizer)
+        assert type(optimizer) is make
+        assert_same(managed.state_dict(), before)
+        assert not getattr(optimizer, "momenta", None)
+        assert not optimizer.__dict__.get("count", 0)
+        optimizer.zero_grad()
+
+
+class Marks(Own):
+    """As torch's fused ones and bitsandbytes do; what the first step prepares may come again."""
+
+    ready = False
+
+    def one(self, group, p):
+        self.ready = True
+        super().one(group, p)
+
+
+def test_a_mark_of_the_first_step_is_accepted(device):
+    managed, resident, _ = build(device, None)
+    with attached(managed, device):
+        optimizers = [Marks(model.parameters()) for model in (managed, resident)]
+        stream_optimizer(optimizers[0])
+        for model, optimizer in zip((managed, resident), optimizers, strict=True):
+            backward(model, 0, device)
+            optimizer.step()
+        assert_alike((managed, resident), optimizers)
 
 
 def test_a_sparse_gradient_is_refused_and_nothing_is_stepped(device):
