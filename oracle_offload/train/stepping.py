@@ -18,7 +18,7 @@ import functools
 import itertools
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -93,22 +93,17 @@ def stream_optimizer(optimizer: Any) -> Any:
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
+    homes = _homes()
+    state = _state_of(optimizer, homes)
+    if state is None:
+        raise OffloadError(
+            f"{type(optimizer).__name__} trains no managed Parameter: attach the model first, and "
+            "give the optimizer its Parameters."
+        )
     if _STEPPER in optimizer.__dict__:
         return optimizer
-    name = type(optimizer).__name__
-    homes = _homes()
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    states = {id(homes[id(p)].state): homes[id(p)].state for p in own if id(p) in homes}
-    if not states:
-        raise OffloadError(
-            f"{name} trains no managed Parameter: attach the model first, and give the optimizer "
-            "its Parameters."
-        )
-    if len(states) > 1:
-        raise OffloadError(f"{name} trains models on several devices; use an optimizer for each.")
-    (state,) = states.values()
     _refuse_by_name(optimizer)
-    _try(optimizer, state.device, {id(p) for p in own if id(p) in homes})
+    _try(optimizer, type(optimizer), state.device, homes)
     patched = optimizer.__dict__.pop("step", None)  # a scheduler's, which counts calls
     optimizer.__dict__[_STEPPER] = _Stepper(state)
     kind: Any = type(optimizer)
@@ -144,6 +139,18 @@ def _homes() -> dict[int, _Home]:
                 home = _Home(state, layer.attachment.gradients)
                 found.update((id(master), home) for master in layer.masters.present)
     return found
+
+
+def _state_of(optimizer: Any, homes: dict[int, _Home]) -> DeviceState | None:
+    """Return the device on which an optimizer's managed Parameters are used; None without any."""
+    own = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    states = {id(homes[p].state): homes[p].state for p in own if p in homes}
+    if len(states) > 1:
+        raise OffloadError(
+            f"{type(optimizer).__name__} trains models on several devices; use an optimizer for "
+            "each."
+        )
+    return next(iter(states.values()), None)
 
 
 def _refuse_by_name(optimizer: Any) -> None:
@@ -256,9 +263,8 @@ def _groups_with(
 # ---- the trial ----
 
 
-def _try(optimizer: Any, device: torch.device, managed: set[int]) -> None:
+def _try(optimizer: Any, kind: Any, device: torch.device, managed: Container[int]) -> None:
     """Refuse a class that steps Parameters otherwise together than one by one."""
-    kind = type(optimizer)
     groups: list[list[Tensor]] = []
     generator = torch.Generator("cpu").manual_seed(0)
 
@@ -472,17 +478,21 @@ class _Stepper:
     """Steps the Parameters of one optimizer, batch by batch."""
 
     def __init__(self, state: DeviceState) -> None:
-        self.state = state
         self.unfinished = False  # some Parameters are stepped, and some are not
+        self._use(state)
+        self._homes: dict[int, _Home] = {}
+        self._counters: dict[int, set[str]] = {}  # names of states that are numbers of the host
+        self._fused: set[int] = set()  # whose numbers are on the device
+
+    def _use(self, state: DeviceState) -> None:
+        """Step on a device from now on."""
+        self.state = state
         with torch.inference_mode(False):
             self._nothing = nn.Parameter(torch.empty(0, device=state.device))
-        self._homes: dict[int, _Home] = {}
         # Copies home that are queued, and what they read, until the stream waits for them.
         self._open: list[tuple[int, Tensor | None]] = []
         self._joined = 0  # of those
         self._is_home = False  # all of them have arrived
-        self._counters: dict[int, set[str]] = {}  # names of states that are numbers of the host
-        self._fused: set[int] = set()  # whose numbers are on the device
 
     @torch.no_grad()
     def step(self, optimizer: Any) -> None:
@@ -493,7 +503,16 @@ class _Stepper:
                 "stepped and some are not, and it takes no further step. Load a checkpoint into "
                 "the model, make a new optimizer, and load its states."
             )
+        kind = type(optimizer).__mro__[1]
         self._homes = _homes()
+        state = _state_of(optimizer, self._homes)
+        if state is None:  # the model was detached: it is as if nothing had been streamed
+            _own_step(kind)(optimizer)
+            return
+        if state is not self.state:  # it was attached again
+            if state.device != self.state.device:
+                _try(optimizer, kind, state.device, self._homes)
+            self._use(state)
         batches = list(self._batches(optimizer))
         self.unfinished = True
         try:

@@ -239,6 +239,39 @@ def test_states_that_a_step_on_the_host_has_made_are_taken_along(device):
         assert_alike(models, optimizers)
 
 
+def test_after_detach_it_steps_as_plain_torch_and_after_a_new_attachment_on_the_device(device):
+    managed, resident, make = build(device, OPTIMIZERS["adamw"])
+    models = managed, resident
+    optimizers = [make(model.parameters()) for model in models]
+    with attached(managed, device):
+        stream_optimizer(optimizers[0])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, 0, device)
+            optimizer.step()
+            optimizer.zero_grad()
+    if is_simulated(device):  # a card's resident model stays there, and rounds otherwise
+        for name, p in managed.named_parameters():
+            p.grad = torch.ones_like(p)
+            other = resident.get_parameter(name)
+            other.grad = torch.ones_like(other)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_alike(models, optimizers)
+        with pytest.raises(OffloadError, match="trains no managed Parameter"):
+            stream_optimizer(optimizers[0])
+    with attached(managed, device) as manager:
+        assert stream_optimizer(optimizers[0]) is optimizers[0]
+        for model in models:
+            backward(model, 1, device)
+        before = manager.state.engine.stats()["brought_bytes"]
+        for optimizer in optimizers:
+            optimizer.step()
+        after = manager.state.engine.stats()["brought_bytes"]
+        assert after - before >= 2 * 4 * WEIGHTS * 32**2
+        assert_alike(models, optimizers)
+
+
 class Interrupts:
     """Raises at the n-th line of `stepping` that runs."""
 
