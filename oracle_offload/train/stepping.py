@@ -197,6 +197,18 @@ def _streamed(kind: Any) -> Any:
         kind.load_state_dict(self, state_dict)
         _fill(before, self.state)
 
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Copy as one that is not streamed: this class has no name that a pickle could find."""
+        # Later protocols insist on the object's own class.
+        reduced = kind.__reduce_ex__(self, min(protocol, 1))
+        if isinstance(reduced, str):
+            return reduced
+        made, arguments, *rest = reduced
+        if rest and isinstance(rest[0], dict):  # of a class that keeps all of its attributes
+            ours = (_STEPPER, "step")
+            rest[0] = {name: value for name, value in rest[0].items() if name not in ours}
+        return made, tuple(kind if each is type(self) else each for each in arguments), *rest
+
     hooked: Any = Optimizer.profile_hook_step(step)
     hooked.hooked = True  # torch wraps no step twice
     members = {
@@ -205,6 +217,7 @@ def _streamed(kind: Any) -> Any:
         "__qualname__": kind.__qualname__,
         "step": hooked,
         "load_state_dict": load_state_dict,
+        "__reduce_ex__": __reduce_ex__,
     }
     return type(kind.__name__, (kind,), members)
 

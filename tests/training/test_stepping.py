@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import pickle
 import sys
 from typing import ClassVar
 
@@ -270,6 +271,61 @@ def test_after_detach_it_steps_as_plain_torch_and_after_a_new_attachment_on_the_
         after = manager.state.engine.stats()["brought_bytes"]
         assert after - before >= 2 * 4 * WEIGHTS * 32**2
         assert_alike(models, optimizers)
+
+
+class KeepsAll(torch.optim.SGD):
+    """Its copies have every attribute."""
+
+    def __getstate__(self):
+        return self.__dict__
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda one: pickle.loads(pickle.dumps(one)),
+    "pickle 0": lambda one: pickle.loads(pickle.dumps(one, 0)),
+    "torch.save": lambda one: save_and_load(one),
+}
+
+
+def save_and_load(one):
+    file = io.BytesIO()
+    torch.save(one, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, KeepsAll])
+def test_a_copy_is_an_optimizer_that_is_not_streamed(sim, kind, how):
+    managed, resident, _ = build("cpu", None)
+    with attached(managed, "cpu"):
+        models = managed, resident
+        ours, theirs = (kind(model.parameters(), lr=0.1) for model in models)
+        if kind is not KeepsAll:  # a scheduler's step in its place cannot be copied of any
+            torch.optim.lr_scheduler.ConstantLR(ours)
+            torch.optim.lr_scheduler.ConstantLR(theirs)
+        stream_optimizer(ours)
+        for model, optimizer in zip(models, (ours, theirs), strict=True):
+            backward(model, 0, "cpu")
+            optimizer.step()
+        one, other = COPIES[how](ours), copy.deepcopy(theirs)
+        assert type(one) is kind and type(ours) is not kind
+        assert stepping._STEPPER not in one.__dict__
+        for optimizer in (one, other):
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.ones_like(p)
+            optimizer.step()
+        mine, its = (optimizer.param_groups[0]["params"] for optimizer in (one, other))
+        for p, q in zip(mine, its, strict=True):
+            assert_same(p.detach(), q.detach())
+        assert_same(one.state_dict()["state"], other.state_dict()["state"])
+        for model, optimizer in zip(models, (ours, theirs), strict=True):
+            optimizer.zero_grad()
+            backward(model, 1, "cpu")
+            optimizer.step()
+        assert_alike(models, (ours, theirs))
 
 
 class Interrupts:
