@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,43 +21,73 @@ class LockedPool:
         The device that copies.
     may_lock : callable
         Whether so many bytes may be page-locked, all of the pool's together.
+
+    Attributes
+    ----------
+    give : callable
+        Takes a buffer back; a finalizer may call it.
     """
 
     def __init__(self, state: DeviceState, may_lock: Callable[[int], bool]) -> None:
         self._state = state
         self._may_lock = may_lock
-        self._buffers: list[HostBuffer] = []  # locked, and known to the engine
+        self._buffers: dict[int, HostBuffer] = {}  # known to the engine, by address
+        self._back: deque[HostBuffer] = deque()  # given back, and not looked at yet
+        self.give: Callable[[HostBuffer], object] = self._back.append
         self._free: dict[int, list[HostBuffer]] = {}  # those that nobody has, by size
         self._is_refused = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of all its buffers."""
-        return sum(buffer.nbytes for buffer in list(self._buffers))
+        return sum(buffer.nbytes for buffer in list(self._buffers.values()))
 
     def take(self, nbytes: int) -> HostBuffer | None:
         """Return a locked buffer of this size; None where nothing more may, or can, be locked."""
-        with contextlib.suppress(IndexError):  # another thread may take the last one
-            return self._free.setdefault(nbytes, []).pop()
         with self._state.lock:
+            self.settle()
+            if nbytes in self._free:
+                return self._pop(nbytes)
             if self._is_refused or not self._may_lock(self.nbytes + nbytes):
                 return None
             buffer = HostBuffer(nbytes)
             self._is_refused = self._state.engine.lock(buffer) is not None
-            self._buffers.append(buffer)
+            self._buffers[buffer.address] = buffer
             if not self._is_refused:
                 return buffer
-            self.give_back_all()  # what else needs locked memory, now or later, finds some
+            self.give(buffer)
+            self.settle()
             return None
 
-    def giver(self, nbytes: int) -> Callable[[HostBuffer], object]:
-        """Return what gives a buffer of this size back; it may be called by a finalizer."""
-        return self._free.setdefault(nbytes, []).append
+    def settle(self) -> None:
+        """Look at what was given back.
+
+        Once the system has refused to lock more, it is unlocked, and so is what is free: what else
+        needs locked memory, now or later, finds some. What somebody has stays locked until then.
+        """
+        with self._state.lock:
+            while self._back:
+                buffer = self._back.popleft()
+                if buffer.address in self._buffers:  # else unlocked meanwhile
+                    self._free.setdefault(buffer.nbytes, []).append(buffer)
+            while self._is_refused and self._free:
+                self._unlock(self._pop(next(iter(self._free))))
 
     def give_back_all(self) -> None:
         """Unlock all of it; who has a buffer keeps its memory, as ordinary memory."""
         with self._state.lock:
             self._free = {}
             while self._buffers:
-                self._state.engine.unlock(self._buffers[-1])
-                self._buffers.pop()
+                self._unlock(next(iter(self._buffers.values())))
+
+    def _pop(self, size: int) -> HostBuffer:
+        """Return a free buffer of this size, which is free no more."""
+        buffers = self._free[size]
+        buffer = buffers.pop()
+        if not buffers:
+            del self._free[size]
+        return buffer
+
+    def _unlock(self, buffer: HostBuffer) -> None:
+        self._state.engine.unlock(buffer)
+        del self._buffers[buffer.address]

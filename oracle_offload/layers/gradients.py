@@ -327,7 +327,7 @@ class Gradients:
             give = self._small.setdefault(piece.nbytes, []).append
             weakref.finalize(export, give, piece).atexit = False
         else:
-            weakref.finalize(export, self._pool.giver(nbytes), piece.buffer).atexit = False
+            weakref.finalize(export, self._pool.give, piece.buffer).atexit = False
         flat = torch.frombuffer(export, dtype=gradient.dtype)
         empty = torch.empty(0, dtype=gradient.dtype, device="cpu")
         return empty.set_(flat.untyped_storage(), 0, gradient.size(), gradient.stride())
@@ -348,10 +348,7 @@ class Gradients:
                 shared = _Piece(buffer, 0, buffer.nbytes, is_small=True)
             begin = shared.offset + size
             self._shared = _Piece(shared.buffer, begin, shared.nbytes - size, is_small=True)
-            piece = _Piece(shared.buffer, shared.offset, size, is_small=True)
-        # A refusal has unlocked all of them.
-        is_locked = self._state.engine.is_locked(piece.buffer.address + piece.offset, size)
-        return piece if is_locked else None
+            return _Piece(shared.buffer, shared.offset, size, is_small=True)
 
     def give_back_all(self) -> None:
         """Unlock all of it; gradients that are there keep their memory, as ordinary memory."""

@@ -110,7 +110,6 @@ class _Trip:
         self.known = self.source  # where the bytes may be alive on the device
         self.here: torch.UntypedStorage | None = None  # held on the device
         self.buffer: HostBuffer | None = None
-        self.give: Callable[[HostBuffer], object] | None = None
         self.out: list[int] = []  # tickets: none, or one
         self.back: list[int] = []
         self.is_leaving = self.is_joined = self.is_back = False
@@ -475,7 +474,6 @@ class ActivationOffload:
         if trip.buffer is None:
             self._count(stayed=1, stayed_bytes=nbytes, refused=1)
             return
-        trip.give = self._pool.giver(nbytes)
         self._leaving.append(trip)
         self._leaving_bytes += nbytes
         trip.is_leaving = True
@@ -639,11 +637,12 @@ class ActivationOffload:
             row = self._known.get(trip.key)
             if row is not None and row[0]() is None:
                 del self._known[trip.key]
-            if trip.buffer is not None and trip.give is not None:
+            if trip.buffer is not None:
                 buffer, trip.buffer = trip.buffer, None
-                trip.give(buffer)
+                self._pool.give(buffer)
             self._gone.popleft()
             self._live -= 1
+        self._pool.settle()
         while self._leaving and not self._leaving[0].is_leaving:
             self._leaving.popleft()
 

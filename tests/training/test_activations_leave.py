@@ -384,14 +384,19 @@ def test_what_the_host_has_no_room_for_stays(device):
         assert counts.refused > 0 and counts.stayed >= counts.refused
 
 
-def test_a_host_that_locks_nothing_more_is_borne(sim):
+@pytest.mark.parametrize("quota", [0, 2, 5])
+def test_a_host_that_locks_nothing_more_is_borne(sim, quota):
+    """What had left by then comes back from locked memory, which is unlocked only after that."""
     model = Model()
     expected = losses(Model(), "cpu")
-    with offload_activations(model, LEAST) as offload:
-        sim.set_lock_quota(2 * LEAST)
-        assert_same(losses(model, "cpu"), expected)
-        assert offload.counts.refused > 0 and offload.host_bytes == 0
-        sim.set_lock_quota(None)
+    with offload_activations(model, LEAST, device_budget=LEAST) as offload:
+        engine = offload._state.engine
+        with sim.lock_quota(engine.stats()["locked_bytes"] + quota * LEAST):
+            assert_same(losses(model, "cpu"), expected)
+        assert offload.counts.refused > 0
+        assert (offload.counts.returned > 0) == (offload.counts.left > 0) == (quota > 0)
+        assert count_live(offload) == (0, 0, 0) and offload.host_bytes == 0
+        assert engine.stats()["locked_bytes"] == 0
 
 
 def test_the_device_budget_bounds_what_is_held(device):
