@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 class LockedPool:
-    """Page-locked buffers, each of which serves the next that asks for its size.
+    """Page-locked buffers, each of which serves the next that fills at least half of it.
+
+    Where no more may be locked, those are unlocked whose size nobody has had for longest.
 
     Parameters
     ----------
@@ -34,7 +36,8 @@ class LockedPool:
         self._buffers: dict[int, HostBuffer] = {}  # known to the engine, by address
         self._back: deque[HostBuffer] = deque()  # given back, and not looked at yet
         self.give: Callable[[HostBuffer], object] = self._back.append
-        self._free: dict[int, list[HostBuffer]] = {}  # those that nobody has, by size
+        # Those that nobody has, by size: first the size of which none was given back for longest.
+        self._free: dict[int, list[HostBuffer]] = {}
         self._is_refused = False
 
     @property
@@ -43,13 +46,20 @@ class LockedPool:
         return sum(buffer.nbytes for buffer in list(self._buffers.values()))
 
     def take(self, nbytes: int) -> HostBuffer | None:
-        """Return a locked buffer of this size; None where nothing more may, or can, be locked."""
+        """Return a locked buffer of this size, or a larger one.
+
+        None: nothing more may, or can, be locked.
+        """
         with self._state.lock:
             self.settle()
-            if nbytes in self._free:
-                return self._pop(nbytes)
-            if self._is_refused or not self._may_lock(self.nbytes + nbytes):
+            size = min((size for size in self._free if nbytes <= size <= 2 * nbytes), default=None)
+            if size is not None:
+                return self._pop(size)
+            free = sum(size * len(buffers) for size, buffers in self._free.items())
+            if self._is_refused or not self._may_lock(self.nbytes - free + nbytes):
                 return None
+            while self._free and not self._may_lock(self.nbytes + nbytes):
+                self._unlock(self._pop(next(iter(self._free))))
             buffer = HostBuffer(nbytes)
             self._is_refused = self._state.engine.lock(buffer) is not None
             self._buffers[buffer.address] = buffer
@@ -69,7 +79,8 @@ class LockedPool:
             while self._back:
                 buffer = self._back.popleft()
                 if buffer.address in self._buffers:  # else unlocked meanwhile
-                    self._free.setdefault(buffer.nbytes, []).append(buffer)
+                    buffers = self._free.pop(buffer.nbytes, [])
+                    self._free[buffer.nbytes] = [*buffers, buffer]
             while self._is_refused and self._free:
                 self._unlock(self._pop(next(iter(self._free))))
 

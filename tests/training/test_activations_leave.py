@@ -384,6 +384,40 @@ def test_what_the_host_has_no_room_for_stays(device):
         assert counts.refused > 0 and counts.stayed >= counts.refused
 
 
+def test_lengths_that_change_find_room(device):
+    """Memory of a length that came before serves the next one, or makes room for it."""
+    model, resident = Model().to(device), Model().to(device)
+
+    def steps(offload, lengths):
+        for rows in lengths:
+            found = []
+            for each in (model, resident):
+                each.zero_grad()
+                each(batch(device).repeat(9, 1)[:rows]).square().sum().backward()
+                found.append(gradients(each))
+            assert_same(*found)
+        assert offload.counts.refused == 0
+        return offload.host_bytes
+
+    lengths = [ROWS + 8 * more for more in (0, 3, 1, 4, 9, 2, 7, 5, 8, 6)]
+    with offload_activations(model, LEAST, device_budget=LEAST) as offload:
+        needs = steps(offload, [max(lengths)])
+        # Buffers that are at least half full suffice. Each length has its own without.
+        assert steps(offload, lengths) <= 2 * needs
+        has = steps(offload, lengths)
+        locked = offload._state.engine.stats()["allocations"]
+        assert steps(offload, lengths) == has
+        assert offload._state.engine.stats()["allocations"] == locked
+    with offload_activations(model, LEAST, device_budget=LEAST, host_budget=needs) as offload:
+        for rows in (ROWS, max(lengths)) * 2:  # shorter ones than half serve nothing longer
+            assert steps(offload, [rows]) <= needs
+        assert offload.counts.left > 40
+        has = offload.host_bytes
+        kept = model(batch(device).repeat(9, 1))
+        assert offload.counts.refused > 0 and offload.host_bytes <= has
+        del kept
+
+
 @pytest.mark.parametrize("quota", [0, 2, 5])
 def test_a_host_that_locks_nothing_more_is_borne(sim, quota):
     """What had left by then comes back from locked memory, which is unlocked only after that."""
