@@ -18,6 +18,7 @@ import collections
 import contextlib
 import functools
 import inspect
+import os
 import threading
 import types
 import weakref
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..engine.devices import parse_device
-from ..engine.engines import DeviceState, close_if_unused, opened
+from ..engine.engines import DeviceState, close_if_unused, opened, registry_if_free
 from ..engine.geometry import count_writes
 from ..engine.locked import LockedPool
 from ..engine.locks import Lock
@@ -328,7 +329,7 @@ class ActivationOffload:
                     model.__dict__["forward"] = self._forward.before
         with self._lock:
             self._reap()
-        self._close_if_done()
+            self._close_if_done()
 
     def _close_if_done(self) -> None:
         if self.is_active or self._live or self not in self._state.listeners:
@@ -336,6 +337,27 @@ class ActivationOffload:
         self._pool.give_back_all()
         self._state.leave(self)
         close_if_unused(self._state)
+
+    def _close_if_free(self) -> None:
+        """Close, as a finalizer may; where a thread holds a lock, it is left for the next step."""
+        state = self._state
+        if os.getpid() != state.pid:
+            return
+        with (
+            self._lock.if_free() as own,
+            state.lock.if_free() as device,
+            registry_if_free() as registry,
+            contextlib.suppress(OffloadError),
+        ):
+            if own and device and registry:
+                self._reap()
+                self._close_if_done()
+
+    def _has_gone(self, trip: _Trip) -> None:
+        """Hear, from a finalizer, that no graph needs a storage any more."""
+        self._gone.append(trip)
+        if not self.is_active:  # nobody may call here again
+            self._close_if_free()
 
     # ---- as a listener of the device, whose lock is held ----
 
@@ -358,6 +380,8 @@ class ActivationOffload:
         with self._lock.if_free() as free:
             if free:
                 self._reap()
+                with contextlib.suppress(OffloadError):  # else after the next
+                    self._close_if_done()
 
     def forget_views(self) -> None:
         """Change nothing: no view into the arena is held."""
@@ -456,7 +480,7 @@ class ActivationOffload:
                 trip = _Trip(self._run, storage)
                 anchor = _Anchor(trip)
                 self._live += 1
-                weakref.finalize(anchor, self._gone.append, trip).atexit = False
+                weakref.finalize(anchor, self._has_gone, trip).atexit = False
                 self._depart(trip, storage, stream)
                 self._known[trip.key] = weakref.ref(anchor), writes, writes._version
             anchor.trip.packs += 1

@@ -296,8 +296,7 @@ def test_a_write_in_place_raises_as_it_does_without(device, least, sim):
         model.written = None
         del z
         gc.collect()
-    gc.collect()
-    offload.remove()  # what the error held until now
+    gc.collect()  # what the error held until now
     # The copy may have read what was written since. Nobody sees it: backward has refused it.
     assert all("device-to-host copy" in text for text in sim.reports())
     sim.clear_reports()
@@ -535,10 +534,29 @@ def test_it_is_undone_without_a_trace(device):
     assert offload.counts.returned > 0
     model(batch(device)).sum().backward()
     assert offload.counts.left == left
-    del loss
-    gc.collect()
-    offload.remove()
     assert not open_states()
+
+
+@pytest.mark.parametrize("end", ["backward", "thrown away", "while a lock is held"])
+def test_the_last_graph_closes_what_was_removed(device, end):
+    model = Model().to(device)
+    with offload_activations(model, LEAST) as offload:
+        loss = model(batch(device)).sum()
+        state = offload._state
+    assert open_states() and offload.host_bytes > 0
+    if end == "backward":
+        loss.backward()
+        assert offload.counts.returned > 0
+    elif end == "thrown away":
+        del loss
+    else:
+        with state.lock:
+            del loss
+        assert open_states()
+        weight = nn.Parameter(torch.ones(1))
+        torch.optim.SGD([weight]).step()
+    gc.collect()
+    assert not open_states() and offload.host_bytes == 0
 
 
 def test_a_forward_that_somebody_put_there_is_called_and_put_back(device):
