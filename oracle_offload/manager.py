@@ -38,7 +38,9 @@ from .host.sizes import format_size, parse_size
 from .host.terminal import printable
 from .layers.any import find_wrappers, wrap
 from .layers.formats import unknown_format
+from .layers.handle import make_put_off
 from .layers.leaf import Leaf
+from .layers.loan import Borrower
 from .model import admission, answers, masters, other_libraries, selection
 from .model.answers import Answers
 from .model.attachment import Attachment, close_leftovers
@@ -217,6 +219,9 @@ class MemoryManager:
             if pieces.share is not None:  # the others are about to wait
                 pieces.share.ranks.fail_with(error)
             raise
+        for layer in self.layers:
+            if isinstance(layer, Borrower):
+                make_put_off(layer, range(len(layer.names)))
         try:
             if pieces.share is None:
                 yield True

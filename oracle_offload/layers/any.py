@@ -35,7 +35,7 @@ from .autocast import saving
 from .compiled import Whole
 from .flatten import is_wrapper, value_at
 from .gradients import landing, note_backward, note_trainable
-from .handle import Handle, Readable
+from .handle import Handle, Readable, make_put_off
 from .leaf import Masters, Tensors, version_of
 from .loan import forward_kind, once_differentiable
 from .swap import HANDLE, base_class, swap_in, weight_lists
@@ -302,6 +302,7 @@ class AnyLayer(Whole, Readable):
                     f"resident: attach(..., ignore_modules={named})."
                 )
             master = self.parameters[name]
+            make_put_off(self, (self.names.index(name),))
             with exempt(), torch.inference_mode(False), torch.no_grad():
                 master.copy_(self.attachment.gradients.to_host(tensor.detach().clone()))
             if notes is not None:

@@ -21,7 +21,8 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -30,6 +31,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function, profiler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._core import BACKWARD, Taken
 from ..engine.exemption import exempt
@@ -73,7 +75,14 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@dataclass(eq=False, slots=True)
+# Of layers that something was put off for, the values that have no memory yet, and the versions of
+# the tensors that each is made of.
+_put_off_values: weakref.WeakKeyDictionary[Borrower, weakref.WeakKeyDictionary[_Value, list[int]]]
+_put_off_values = weakref.WeakKeyDictionary()
+_step_hooks: list[Any] = []
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Value:
     """What a handle stands for.
 
@@ -85,7 +94,7 @@ class _Value:
         The operator that makes it, and which of its results it is; no operator for one of the
         leaf's tensors. Among the arguments are values, and constants.
     real : Tensor or None
-        What it is since code wrote to it: that has memory of its own.
+        What it is since code wrote to it, or to what it is made of: that has memory of its own.
     """
 
     places: frozenset[int]
@@ -101,6 +110,22 @@ class _Value:
         while value.real is None and value.func is not None and _is_view(value.func):
             value = next(one for one in value.args if isinstance(one, _Value))
         return value
+
+    def borrowed(self) -> frozenset[int]:
+        """Return the places that it reads; those of what has memory of its own are none."""
+        if self.real is not None:
+            return frozenset()
+        if self.func is None:
+            return self.places
+        return frozenset[int]().union(*map(_borrowed, (*self.args, *self.kwargs.values())))
+
+
+def _borrowed(value: Any) -> frozenset[int]:
+    if isinstance(value, _Value):
+        return value.borrowed()
+    if type(value) in (list, tuple):
+        return frozenset[int]().union(*map(_borrowed, value))
+    return frozenset()
 
 
 @dataclass(slots=True)
@@ -421,7 +446,75 @@ def _put_off(of: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             _handle(dataclasses.replace(state, value=_Value(*row, at), like=one), of.device)
             for at, one in (enumerate(like) if isinstance(like, list | tuple) else ((None, like),))
         ]
+    if not _is_view(func):
+        _note_put_off(alike)
     return alike if isinstance(like, list | tuple) else alike[0]
+
+
+def _note_put_off(made: Sequence[Handle]) -> None:
+    """Know of what is put off: it is to be what it would be now, whatever is written later."""
+    for handle in made:
+        state = _state(handle)
+        state.versions = [*state.versions]
+        values = _put_off_values.get(state.layer)
+        if values is None:
+            values = _put_off_values.setdefault(state.layer, weakref.WeakKeyDictionary())
+        values[state.value] = state.versions
+    if not _step_hooks:
+        _step_hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def make_put_off(layer: Borrower, places: Container[int]) -> None:
+    """Make what was put off, before a tensor that it is made of is written.
+
+    Parameters
+    ----------
+    layer : Borrower
+        The leaf.
+    places : container of int
+        Of the tensors that are about to be written.
+    """
+    values = _put_off_values.get(layer)
+    if not values:
+        return
+    tensors = layer.masters.tensors
+    due = []
+    for value in [reference() for reference in values.keyrefs()]:  # other threads add to them
+        reads = frozenset[int]() if value is None else value.borrowed()
+        if any(place in places for place in reads) and all(
+            _is_at(tensors[place], values[value][place]) for place in reads
+        ):
+            due.append(value)
+    if not due:
+        return
+    needed = frozenset[int]().union(*(value.borrowed() for value in due))
+    with exempt(), torch.inference_mode(False), torch.no_grad():
+        device = layer.state.device
+        there = tuple(
+            [
+                t.detach().to(device, copy=True) if t is not None and place in needed else None
+                for place, t in enumerate(tensors)
+            ]
+        )
+        made: dict[int, Any] = {}
+        for value in due:
+            found = _evaluated(value, there, made)
+            value.real = found.clone()
+
+
+def _is_at(tensor: Tensor | None, version: int) -> bool:
+    return tensor is not None and version_of((tensor,)) == version
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Make what is put off before a step writes: torch counts no write of a fused one."""
+    layers = [layer for each in _put_off_values.keyrefs() if (layer := each()) is not None]
+    if not layers:
+        return
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for layer in layers:
+        places = [place for place, t in enumerate(layer.masters.tensors) if id(t) in own]
+        make_put_off(layer, places)
 
 
 def _borrowing(
@@ -535,7 +628,9 @@ def _check(layer: Borrower, states: Sequence[_State]) -> None:
     if layer.member < 0:
         layer.refuse_detached()
     for each in states:
-        places = sorted(each.value.places)
+        places = sorted(each.value.borrowed())
+        if not places:
+            continue
         version = sum(each.versions[place] for place in places)
         layer.check_unchanged([layer.names[place] for place in places], each.masters, version)
 
@@ -624,6 +719,9 @@ def _write(
         return _run(func, args, kwargs, slots, made, {id(each): each for each in written})
 
     seen: set[tuple[int, int]] = set()
+    for state in map(_state, written):
+        if (source := state.value.source()).func is None:
+            make_put_off(state.layer, source.places)
     result = _borrowing(found, run, func, args, kwargs)
     for state, source, copied in copies.values():
         _take_over(state, source, copied)
@@ -666,6 +764,7 @@ def _point_anew(state: _State, master: Tensor, value: Tensor) -> Handle:
             value = cast("Tensor", with_memory(value))
         there = value.device == layer.state.device
         layer.state.engine.settle()
+        make_put_off(layer, state.value.places)
         with exempt():
             host = layer.attachment.gradients.to_host(value) if there else value
             master.data = cast("Tensor", host)

@@ -484,6 +484,92 @@ def own_copy(parts, x):
     return F.linear(x.double(), half).to(x.dtype) + parts.inner(x)
 
 
+def cast_before(parts, x):
+    """A cast is of what the weight was when it was made."""
+    old, copied = parts.inner.weight.double(), parts.inner.weight.detach().to(x.dtype, copy=True)
+    with torch.no_grad():
+        parts.inner.weight.copy_(F.normalize(old))
+    return (x.double() @ old).to(x.dtype) + x @ copied + parts.inner(x)
+
+
+def cast_used(parts, x):
+    """So is what autograd keeps of it."""
+    y = (x.double() @ parts.inner.weight.double()).tanh()
+    parts.inner.weight.data.mul_(2)
+    return y.to(x.dtype) + parts.other(x)
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("write", [cast_before, cast_used], ids=lambda write: write.__name__)
+def test_a_cast_of_a_weight_stays_what_it_was(device, write, trains):
+    torch.manual_seed(0)
+    assert_streams(Parts(write), device, "plain", trains)
+
+
+def test_a_cast_of_a_weight_that_is_given_other_data_stays_what_it_was(device):
+    def compute(parts, x):
+        old = parts.inner.weight.double()
+        parts.inner.weight.data = parts.inner.weight.data * 2
+        return (x.double() @ old).to(x.dtype) + parts.inner(x)
+
+    torch.manual_seed(0)
+    assert_streams(Parts(compute), device)
+
+
+class OwnConvolution(nn.Conv2d):
+    """As EDM2's, of a class that has an operator here."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes, 1)
+
+    def forward(self, x):
+        weight = self.weight.to(torch.float64)
+        with torch.no_grad():
+            self.weight.copy_(F.normalize(weight, dim=1))
+        return F.conv2d(x.double(), F.normalize(weight, dim=1) / 1.3 + weight).to(x.dtype)
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
+def test_a_cast_in_a_layers_own_forward_stays_what_it_was(device, trains):
+    def compute(parts, x):
+        return parts.other(parts.inner(x[..., None, None]))
+
+    torch.manual_seed(0)
+    assert_streams(Parts(compute, OwnConvolution), device, "plain", trains)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_a_step_changes_no_cast_that_somebody_kept(fused):
+    """Neither an anchor of L2-SP, nor what backward is to use; of a fused step torch knows none."""
+
+    def compute(parts, x):
+        if not hasattr(parts, "anchor"):
+            parts.anchor = parts.inner.weight.detach().double()
+        far = (parts.inner.weight.double() - parts.anchor).square().sum()
+        return F.linear(x.double(), parts.inner.weight.double()).to(x.dtype) + far
+
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Parts(compute))
+
+    def run(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        found = []
+        for _ in range(3):
+            x = inputs().requires_grad_()
+            y = model(x)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            y.square().sum().backward()
+            found += [y, x.grad, model.anchor]
+        with torch.no_grad():
+            return [each.clone() for each in found]
+
+    with attached(managed) as manager:
+        assert manager.resident == {}
+        assert_same(run(managed), run(resident))
+
+
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("mode", ["plain", "reentrant"])
 @pytest.mark.parametrize(
