@@ -54,6 +54,7 @@ _NOT_PUT_OFF = {
 _STATE = "_oracle_offload_handle"  # a library's class may have attributes of any other name
 _graph_task = torch._C._current_graph_task_id
 _grad: Any = Tensor.grad
+_requires_grad: Any = Tensor.requires_grad
 _throws: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 _wraps: Callable[..., Any] = Tensor._make_wrapper_subclass
 
@@ -258,6 +259,39 @@ class Handle(Tensor):
     def grad(self, value: Tensor | None) -> None:
         master = _state(self).master()
         _grad.__set__(self if master is None else master, value)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients are computed; for a weight that was read it can be set, as torch's."""
+        return cast("bool", _requires_grad.__get__(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Handle:
+        """Say of the master whether it is trained, for a weight that was read."""
+        state = _state(self)
+        master, layer = state.master(), state.layer
+        if master is None or not isinstance(layer, Readable):
+            return cast("Handle", super().requires_grad_(requires_grad))
+        master.requires_grad_(requires_grad)
+        if requires_grad and not self.requires_grad:
+            layer.let_train(master, self)
+        elif self.requires_grad and not requires_grad:
+            self.detach_()
+        return self
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Register with the master, for a weight that was read: a handle is of one graph alone."""
+        master = _state(self).master()
+        return super().register_hook(hook) if master is None else master.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """Register with the master, for a weight that was read."""
+        master = _state(self).master()
+        register: Any = Tensor.register_post_accumulate_grad_hook
+        return register(self if master is None else master, hook)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._want("a copy")
@@ -478,12 +512,13 @@ def make_put_off(layer: Borrower, places: Container[int]) -> None:
     if not values:
         return
     tensors = layer.masters.tensors
-    due = []
-    for value in [reference() for reference in values.keyrefs()]:  # other threads add to them
+    due: list[_Value] = []
+    for reference in values.keyrefs():  # a list: other threads add to them
+        value = reference()
         reads = frozenset[int]() if value is None else value.borrowed()
-        if any(place in places for place in reads) and all(
-            _is_at(tensors[place], values[value][place]) for place in reads
-        ):
+        if value is None or not any(place in places for place in reads):
+            continue
+        if all(_is_at(tensors[place], values[value][place]) for place in reads):
             due.append(value)
     if not due:
         return
@@ -689,7 +724,7 @@ def _write(
             source.func is None
             and not state.is_data
             and torch.is_grad_enabled()
-            and any(t is not None and t.requires_grad for t in [_master_of(state, source)])
+            and handle.requires_grad  # what was detached is the code's to write
         ):
             raise RuntimeError(
                 "a leaf Variable that requires grad is being used in an in-place operation: the "
@@ -859,14 +894,10 @@ class Readable(Borrower):
         return value if master is None else master
 
     def _answer(self, name: str, place: int, master: Tensor) -> Tensor:
-        state, graph = self.state, None
+        graph = None
         trains = master.requires_grad and not torch.is_inference_mode_enabled()
         if trains:  # all reads in a graph share one node, as those of the Parameter do
-            task = _graph_task()
-            note_trainable(state, task)
-            if state.turned and task == -1 and torch.is_grad_enabled():
-                state.begin_forward()
-            graph = task, state.pace.passes
+            graph = self._graph()
         answers = self._answers = self._answers or {}
         found, masters, known = answers.get(name, (None, None, None))
         if (
@@ -889,6 +920,23 @@ class Readable(Borrower):
         if not self.wants_memory:
             answers[name] = made, self.masters, graph
         return made
+
+    def _graph(self) -> tuple[int, int]:
+        """Return which graph a trained weight is read in now."""
+        state, task = self.state, _graph_task()
+        note_trainable(state, task)
+        if state.turned and task == -1 and torch.is_grad_enabled():
+            state.begin_forward()
+        return task, state.pace.passes
+
+    def let_train(self, master: Tensor, handle: Handle) -> None:
+        """Let the gradient of what was read as a frozen weight go to its master from now on."""
+        graph = self._graph()
+        with torch.enable_grad():
+            made = trained(master, self, handle)
+        (place,) = _state(handle).value.places
+        self._answers = self._answers or {}
+        self._answers[self.names[place]] = made, self.masters, graph
 
     def forget_masters(self) -> None:
         """Let go of the tensors, so that their memory can go; they are current no more."""

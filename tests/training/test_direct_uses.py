@@ -299,6 +299,55 @@ def test_a_head_that_is_tied_to_a_table_reads_it(device):
 # ---- where reads are answered so ----
 
 
+@pytest.mark.parametrize("called", [False, True], ids=["read", "called"])
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("how", ["method", "attribute", "kept"])
+def test_a_forward_says_whether_a_weight_is_trained(device, how, trains, called):
+    """In its first call; what was read before obeys as well."""
+
+    def compute(parts, x):
+        weight = parts.inner.weight
+        if how == "attribute":
+            parts.inner.weight.requires_grad = not trains
+        else:
+            weight.requires_grad_(not trains)
+        if how != "kept":
+            weight = parts.inner.weight
+        return (parts.inner(x) if called else F.linear(x, weight)) + parts.other(x)
+
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Parts(compute).requires_grad_(trains))
+    with attached(managed, device) as manager:
+        assert manager.resident == {}
+        assert_models_agree(managed, resident, lambda m: [*step_of(device)(m)], device=device)
+        assert managed.inner.weight.requires_grad is not trains
+        assert (managed.inner.weight.grad is None) is trains
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["read", "called"])
+def test_a_hook_on_a_weights_gradient_that_a_forward_registers_once_stays(device, called):
+    """As a mask of gradients."""
+
+    def compute(parts, x):
+        if not hasattr(parts, "hook"):
+            parts.hook = parts.inner.weight.register_hook(lambda grad: grad * 0.5)
+            parts.met = []
+            parts.inner.bias.register_post_accumulate_grad_hook(lambda _: parts.met.append(1))
+        y = parts.inner(x) if called else F.linear(x, parts.inner.weight, parts.inner.bias)
+        return y + parts.other(x)
+
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Parts(compute))
+    resident.to(device)
+    with attached(managed, device) as manager:
+        assert manager.resident == {}
+        for _ in range(2):
+            for model in (managed, resident):
+                model(inputs(device)).square().sum().backward()
+            assert_same(gradients(managed), gradients(resident))
+        assert managed.met == resident.met == [1, 1]
+
+
 def test_outside_of_forwards_and_backwards_a_weight_is_the_parameter():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     own, met = model[0].weight, []
@@ -570,10 +619,17 @@ def test_a_step_changes_no_cast_that_somebody_kept(fused):
         assert_same(run(managed), run(resident))
 
 
+def detached(parts, x):
+    """Where autograd records, but not this."""
+    parts.inner.weight.detach().mul_(0.9)
+    parts.inner.weight.detach()[0].zero_()
+    return parts.inner(x) + parts.other(x)
+
+
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("mode", ["plain", "reentrant"])
 @pytest.mark.parametrize(
-    "write", [normalised, out, by_data, many, own_copy], ids=lambda write: write.__name__
+    "write", [normalised, out, by_data, many, own_copy, detached], ids=lambda write: write.__name__
 )
 def test_what_a_forward_writes_is_written_to_the_parameter(device, write, mode, trains):
     torch.manual_seed(0)
