@@ -144,8 +144,9 @@ class DeviceState:
         self.segments: tuple[Segment, ...] = ()  # by address
         self.listeners: tuple[Listener, ...] = ()
         self.openings = 0  # attaches under way; the registry's lock protects it
-        self.tasks_with_gradients: set[int] = set()  # see `oracle_offload.layers.gradients`
-        self.late: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by task
+        # By graph task, the gradients on their way: see `oracle_offload.layers.gradients`.
+        self.late: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.gradients_lock = Lock("gradients")  # protects those
         # What stands for trained masters in graphs, by their `id`: see `gradients.landing`.
         self.landings: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         # Where gradients were when a backward had set them, and their versions, by that `id`.

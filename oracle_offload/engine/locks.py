@@ -7,10 +7,11 @@ A thread may wait for a lock only while it holds none from the same line on:
 2. ``structure``, one per model: one thread looks again at a model that changed.
 3. ``watch``, one per model: whether the next forward is watched, and what stands before it.
 4. ``activations``, one per offloader of activations: what has left, and what is on its way.
-5. ``device``, one per device: stamps, segments and listeners of its `DeviceState`, and the arenas,
+5. ``gradients``, one per device: what graph tasks have on its way to the host.
+6. ``device``, one per device: stamps, segments and listeners of its `DeviceState`, and the arenas,
    layers and pieces of the models that are attached there.
-6. ``registry``, one: which device has an engine.
-7. The mutex of an engine, in C. Only the lock of a master that engines share is taken under it, or
+7. ``registry``, one: which device has an engine.
+8. The mutex of an engine, in C. Only the lock of a master that engines share is taken under it, or
    that of the engine's copy threads, which take no other.
 
 A lock that this thread holds may be taken again. Modules whose forwards call one another take
@@ -48,7 +49,8 @@ class Lock(_thread.RLock):  # type: ignore[misc] # the interpreter allows it
     Parameters
     ----------
     line : str
-        ``"turn"``, ``"structure"``, ``"watch"``, ``"activations"``, ``"device"`` or ``"registry"``.
+        ``"turn"``, ``"structure"``, ``"watch"``, ``"activations"``, ``"gradients"``,
+        ``"device"`` or ``"registry"``.
     """
 
     line: str

@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -27,7 +26,6 @@ from ..engine.locked import LockedPool
 from ..errors import OffloadError
 
 _HOST = torch.device("cpu")
-_MOST_TASKS = 64
 _AT_ONCE = 2**64 - 1
 LEAST_BYTES = 1 << 20  # of a gradient with locked memory of its own; smaller ones share some
 MOST_LEAVING = 256 << 20  # bytes of gradients on the device that wait for their copy
@@ -65,20 +63,26 @@ class Late:
 
     It lives as long as the graph task, which keeps what is called at its end. Where that ends by an
     exception, what was sent is waited for, so that nothing writes to memory that others have.
+    `DeviceState.gradients_lock` is held by whoever asks it for something.
 
     Parameters
     ----------
     state : DeviceState
         The device.
+
+    Attributes
+    ----------
+    is_watched : bool
+        Whether some master has a hook. torch runs it while this thread goes on, and it may look at
+        any gradient, and change it: then all of them arrive before they are set.
     """
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
-        self._lock = threading.Lock()
-        self._flights: dict[int, _Flight] = {}  # by the `id` of the master
-        self._leaving: deque[tuple[int, Tensor, int]] = deque()  # on the device still
+        self.is_watched = any(map(_is_watched, _landed_on(state)))
+        self._flights: dict[int, _Flight] = {}  # by the `id` of the master; the latest is the last
+        self._leaving: dict[int, tuple[Tensor, int]] = {}  # on the device still, by the ticket
         self._leaving_bytes = 0
-        self._last: int | None = None
 
     def flight_of(self, master: Tensor) -> _Flight | None:
         """Return what is on its way for `master`."""
@@ -88,67 +92,56 @@ class Late:
         """Let `source` go to `host`; what of it is queued later on `stream` may be freed."""
         engine = self._state.engine
         nbytes = tensor_bytes(source)
-        with self._lock:
-            ticket = engine.trip_home(host.data_ptr(), source.data_ptr(), nbytes, stream)
-            before = self._flights.get(id(master))
-            self._flights[id(master)] = _Flight(master, host, ticket, is_new)
-            self._last = ticket
-            self._leaving.append((ticket, source, nbytes))
-            self._leaving_bytes += nbytes
-            if before is not None:
-                self._leaving = deque(row for row in self._leaving if row[0] != before.ticket)
-                engine.trip_end(before.ticket)
-            while self._leaving_bytes > MOST_LEAVING and len(self._leaving) > 1:
-                oldest, _, left = self._leaving.popleft()
-                self._leaving_bytes -= left
-                engine.trip_join(oldest, stream)
+        ticket = engine.trip_home(host.data_ptr(), source.data_ptr(), nbytes, stream)
+        before = self._flights.pop(id(master), None)
+        self._flights[id(master)] = _Flight(master, host, ticket, is_new)
+        self._leaving[ticket] = source, nbytes
+        self._leaving_bytes += nbytes
+        if before is not None:
+            _, left = self._leaving.pop(before.ticket, (None, 0))
+            self._leaving_bytes -= left
+            engine.trip_end(before.ticket)
+        while self._leaving_bytes > MOST_LEAVING and len(self._leaving) > 1:
+            oldest = next(iter(self._leaving))
+            _, left = self._leaving.pop(oldest)
+            self._leaving_bytes -= left
+            engine.trip_join(oldest, stream)
 
-    def finish(self, master: Tensor | None = None) -> None:
-        """Wait, and set ``.grad`` of all masters, or of one."""
-        with self._lock:
-            if master is None:
-                flights, last = list(self._flights.values()), self._last
-                self._flights = {}
-            else:
-                flight = self._flights.pop(id(master), None)
-                flights, last = [flight] if flight else [], flight.ticket if flight else None
-            if not flights:
-                return
-            engine = self._state.engine
-            try:
-                if last is not None:
-                    engine.trip_await(last)
-            finally:
-                if master is None:
-                    self._leaving.clear()
-                    self._leaving_bytes = 0
-                    self._last = None
-                elif last == self._last:
-                    self._last = next(
-                        (flight.ticket for flight in self._flights.values()), None
-                    )  # any: see `_await`
-                for flight in flights:
-                    with contextlib.suppress(OffloadError):
-                        engine.trip_end(flight.ticket)
+    def finish(self) -> None:
+        """Wait, and set ``.grad`` of all masters."""
+        flights, self._flights = list(self._flights.values()), {}
+        if not flights:
+            return
+        engine = self._state.engine
+        try:
+            engine.trip_await(flights[-1].ticket)  # they arrive one after the other
+        finally:
+            self._leaving.clear()
+            self._leaving_bytes = 0
+            for flight in flights:
+                with contextlib.suppress(OffloadError):
+                    engine.trip_end(flight.ticket)
         for flight in flights:
             self._show(flight)
 
     def _show(self, flight: _Flight) -> None:
         master, host = flight.master, flight.host
+        if not flight.is_new and master.grad is not host:
+            return  # it was dropped, and what was added to it with it
         with torch.no_grad():
-            if flight.is_new and master.grad is not None:  # another has set it meanwhile
-                master.grad.add_(host)
-            elif flight.is_new:
+            if master.grad is None:
                 master.grad = host
-        grad = cast("Tensor", master.grad)
+            elif flight.is_new:  # another has set it meanwhile
+                master.grad.add_(host)
+        grad = master.grad
         self._state.shown[id(master)] = grad.data_ptr(), grad._version
 
     def __del__(self) -> None:
         flights = list(self._flights.values())
         engine = self._state.engine
         with contextlib.suppress(Exception):  # the engine may be closed by now
-            if self._last is not None:
-                engine.trip_await(self._last)
+            if flights:
+                engine.trip_await(flights[-1].ticket)
         for flight in flights:
             with contextlib.suppress(Exception):
                 engine.trip_end(flight.ticket)
@@ -203,22 +196,65 @@ class Gradients:
         """
         accumulator = node.next_functions[0][0]
         master: Tensor = accumulator.variable
-        late = self._late()
-        if late is not None:
-            if (
-                may_be_late
-                and not node.is_added_to
-                and _is_only_for_grad(node, accumulator, master)
-                and self._send(late, master, gradient)
-            ):
-                return None
-            late.finish(master)  # what was to be added first
+        with self._state.gradients_lock:
+            late = self._late()
+            if late is not None:
+                is_alone = self._finish_others(late, master)
+                late.is_watched = late.is_watched or _is_watched(node)
+                if (
+                    may_be_late
+                    and is_alone
+                    and not late.is_watched
+                    and not node.is_added_to
+                    and _is_only_for_grad(accumulator, master)
+                    and self._send(late, master, gradient)
+                ):
+                    node.sent_in = _graph_task()
+                    return None
+                late.finish()  # what is to be added first, and all that a hook may look at
         return self.to_host(gradient)
 
+    def is_added_on_host(self, node: Any) -> None:
+        """Code adds to a master's gradient on the host: torch does, now.
+
+        What is on its way to the same place has to be there first, and from now on nothing is sent
+        there by other graph tasks: see `_finish_others`.
+        """
+        master: Tensor = node.next_functions[0][0].variable
+        with self._state.gradients_lock:
+            late = self._late()
+            if late is None:
+                return
+            self._finish_others(late, master)
+            if late.flight_of(master) is not None:
+                late.finish()
+            # torch adds the two first, and the sum to what is there.
+            node.is_added_to |= node.sent_in == _graph_task()
+
     def _late(self) -> Late | None:
-        own = _graph_task()
+        state, own = self._state, _graph_task()
         task, outermost = _here.tasks
-        return self._state.late.get(outermost if task == own else own)
+        late: Late | None = state.late.get(outermost if task == own else own)
+        if late is None:
+            note_trainable(state, own)
+            late = state.late.get(own)
+        return late
+
+    def _finish_others(self, late: Late, master: Tensor) -> bool:
+        """Finish what other graph tasks have on its way to a master; return whether there are none.
+
+        A task may run in another thread, or be around this one. What is sent is added to the sum
+        that ``.grad`` was when it was sent, which is wrong if torch adds to that meanwhile, for
+        another task. So while there are two tasks nothing is sent: torch adds, under its own lock.
+        """
+        is_alone = True
+        for other in self._state.late.valuerefs():
+            found = other()
+            if found is not None and found is not late:
+                is_alone = False
+                if found.flight_of(master) is not None:
+                    found.finish()
+        return is_alone
 
     def _send(self, late: Late, master: Tensor, gradient: Tensor) -> bool:
         """Send a gradient to where ``.grad`` will be, added to what is there; False: it cannot."""
@@ -233,6 +269,8 @@ class Gradients:
         stream = state.stream()
         flight = late.flight_of(master)
         running = master.grad if flight is None else flight.host
+        if flight is not None and not flight.is_new and master.grad is not running:
+            return False  # code has dropped it meanwhile
         if running is None:
             if not _is_kept_as_it_is(gradient, master):
                 gradient = torch.empty_like(master, device=self.device).copy_(gradient)
@@ -397,7 +435,7 @@ class _Landing(Function):
     @staticmethod
     def forward(ctx: Any, master: Tensor, layer: Any) -> Tensor:
         ctx.gradients = layer.attachment.gradients
-        ctx.is_added_to = False
+        ctx.is_added_to, ctx.sent_in = False, -1
         like = torch.empty((), dtype=master.dtype, device=ctx.gradients.device)
         return like.expand(master.shape)
 
@@ -448,29 +486,35 @@ def _watch(node: Any) -> None:
     about = weakref.ref(node)
 
     def before(gradients: tuple[Tensor | None, ...]) -> None:
-        # Code adds to the gradient of a master on the host: torch does, now. What is on its way to
-        # the same place has to be there first.
         landed = about()
-        if gradients[0] is None or landed is None:
-            return
-        late = landed.gradients._late()
-        if late is not None and late.flight_of(landed.next_functions[0][0].variable) is not None:
-            landed.is_added_to = True
-            late.finish(landed.next_functions[0][0].variable)
+        if gradients[0] is not None and landed is not None:
+            landed.gradients.is_added_on_host(landed)
 
     ahead = accumulator.register_prehook(before).hooks_dict_ref()
     node.hooks = ahead, after
 
 
-def _is_only_for_grad(node: Any, accumulator: Any, master: Any) -> bool:
-    """Whether nothing sees a master's gradient before the graph task ends but ``.grad``."""
+def _landed_on(state: DeviceState) -> Iterator[Any]:
+    """Return the nodes of all landings of a device."""
+    for about in state.landings.valuerefs():
+        found = about()
+        if found is not None:
+            yield found.grad_fn
+
+
+def _is_watched(node: Any) -> bool:
+    """Whether a hook sees a master's gradient, or is called when it is set."""
     ahead, after = node.hooks
+    master = node.next_functions[0][0].variable
+    return bool(
+        master._backward_hooks or master._post_accumulate_grad_hooks or len(ahead) > 1 or after
+    )
+
+
+def _is_only_for_grad(accumulator: Any, master: Any) -> bool:
+    """Whether nothing sees a master's gradient before the graph task ends but ``.grad``."""
     if (
-        master._backward_hooks
-        or master._post_accumulate_grad_hooks
-        or len(ahead) > 1
-        or after
-        or getattr(master, "grad_dtype", master.dtype) is not master.dtype
+        getattr(master, "grad_dtype", master.dtype) is not master.dtype
         or torch.is_anomaly_enabled()
         or (torch.distributed.is_available() and torch.distributed.is_initialized())
     ):
@@ -496,19 +540,18 @@ def _is_kept_as_it_is(gradient: Tensor, master: Tensor) -> bool:
 
 def note_trainable(state: DeviceState, task: int) -> None:
     """A trainable layer took part in graph task `task`: at its end masters may be rewritten."""
-    tasks = state.tasks_with_gradients
-    if task == -1 or task in tasks:
+    if task == -1 or task in state.late:
         return
-    if len(tasks) > _MOST_TASKS:  # tasks that ended by an exception
-        tasks.clear()
-    tasks.add(task)
     late = Late(state)
-    state.late[task] = late
+    state.late[task] = late  # and the graph task keeps it, by what it calls at its end
 
     def end_of_task() -> None:
-        tasks.discard(task)
         try:
-            late.finish()
+            with state.gradients_lock:
+                try:
+                    late.finish()
+                finally:
+                    state.late.pop(task, None)
         finally:
             state.rest()
 
@@ -521,6 +564,6 @@ def note_backward(state: DeviceState, task: int) -> None:
     Where it ran in one, a checkpoint's, that is around the one of this backward.
     """
     own = _graph_task()
-    if task == -1:
-        note_trainable(state, own)
-    _here.tasks = own, own if task == -1 else task
+    around = task if task in state.late else own
+    note_trainable(state, around)
+    _here.tasks = own, around

@@ -822,7 +822,7 @@ def test_nothing_reads_trainable_masters_once_a_backward_is_over(make, trainable
             assert state.engine.count == 0
             y.backward()
             assert state.engine.count == int(trainable)
-            assert not state.tasks_with_gradients
+            assert not state.late
         finally:
             state.engine = engine
 

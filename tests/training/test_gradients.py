@@ -282,8 +282,9 @@ def test_a_gradient_of_any_layout_arrives_as_it_is(device, kind):
 def test_backwards_that_ended_by_an_exception_are_forgotten():
     model = nn.Sequential(nn.Linear(8, 8))
     with attached(model, "cpu") as manager:
-        tasks = manager.state.tasks_with_gradients
-        for left, after in ((range(1000, 1064), 64), (range(1000, 1065), 0)):
-            tasks.update(left)
-            model(torch.ones(1, 8)).sum().backward()
-            assert len(tasks) == after
+        x = torch.ones(1, 8).requires_grad_()
+        x.register_hook(lambda g: 1 / 0)
+        for _ in range(3):
+            with contextlib.suppress(ZeroDivisionError):
+                model(x).sum().backward()
+            assert not manager.state.late

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 
 import pytest
 import torch
@@ -89,7 +90,8 @@ def test_few_bytes_leave_at_a_time(device, monkeypatch):
 
         def watched(late, *given, **named):
             send(late, *given, **named)
-            leaving.append(late._leaving_bytes)
+            leaving.append(sum(nbytes for _, nbytes in late._leaving.values()))
+            assert late._leaving_bytes == leaving[-1]
 
         monkeypatch.setattr(module.Late, "send", watched)
         for number in range(2):
@@ -127,9 +129,66 @@ def test_a_hook_sees_bytes_that_have_arrived(device, hook):
                     node.register_prehook(lambda values, w=weight: note(w, values[0]))
             before = waits(manager)
             backward(model, 1, device)
-            assert waits(manager) - before == (2 if model is managed else 0)
+            # A hook may look at all of them: each arrives before it is set.
+            assert waits(manager) - before == (7 if model is managed else 0)
         assert_same(gradients(managed), gradients(resident))
         assert_same(seen[0], seen[1])
+
+
+def test_a_hook_may_change_the_gradients_that_were_set_before_it():
+    """On the host, where torch sets them in the order in which they land."""
+    device = "cpu"
+    managed, resident = pair(device)
+    seen = []
+
+    def halve(model):
+        # In which order a layer's own are set is not said.
+        others = [*model.body[1].named_parameters(), ("first", model.first.weight)]
+        others += [("last", model.last.bias)]
+        grads = {name: p.grad for name, p in others if p.grad is not None}
+        seen.append({name: grad.detach().clone().cpu() for name, grad in grads.items()})
+        for grad in grads.values():
+            grad.mul_(0.5)
+
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 4
+        for model in (managed, resident):
+            model.body[0].weight.register_post_accumulate_grad_hook(lambda _, m=model: halve(m))
+        for number in range(2):
+            for model in (managed, resident):
+                backward(model, number, device)
+            assert_same(gradients(managed), gradients(resident))
+            assert_same(seen[-2], seen[-1])
+        assert len(seen[0]) == 3 and len(seen[-1]) == 4
+
+
+@pytest.mark.parametrize("to_none", [True, False], ids=["dropped", "replaced"])
+def test_a_gradient_that_is_dropped_on_its_way_stays_dropped(device, to_none):
+    managed, resident = pair(device)
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 4
+        for number in range(2):
+            for model in (managed, resident):
+                torch.manual_seed(number)
+                x = torch.randn(4, 32).to(device).requires_grad_()
+
+                def drop(_, model=model):
+                    for parameter in model.body.parameters():
+                        none = to_none or parameter.grad is None
+                        parameter.grad = None if none else torch.ones_like(parameter)
+
+                y = model.first(x)
+                if number:
+                    y.register_hook(drop)
+                for layer in model.body:
+                    y = layer(y).tanh()
+                model.last(y).square().sum().backward()
+            assert_same(gradients(managed), gradients(resident))
+        found = managed.body[0].weight.grad
+        assert found is None if to_none else torch.equal(found, torch.ones(32, 32))
+        for model in (managed, resident):
+            backward(model, 2, device)
+        assert_same(gradients(managed), gradients(resident))
 
 
 def test_gradients_that_are_asked_for_have_arrived(device):
@@ -147,15 +206,125 @@ def test_gradients_that_are_asked_for_have_arrived(device):
         assert_same(found[0], found[1])
 
 
-def test_what_code_adds_to_a_gradient_on_the_host_is_added(device):
+@pytest.mark.parametrize("most", [module.MOST_LEAVING, 5000], ids=["", "few leave"])
+def test_what_code_adds_to_a_gradient_on_the_host_is_added(device, most, monkeypatch):
+    monkeypatch.setattr(module, "MOST_LEAVING", most)
     managed, resident = pair(device)
     with attached(managed, device):
         for number in range(3):
             for model in (managed, resident):
                 torch.manual_seed(number)
                 y = model(torch.randn(4, 32).to(device)).square().sum()
-                (y + model.body[0].weight.abs().sum().to(y.device)).backward()
+                others = [model.body[1].weight.abs().sum(), model.body[0].weight.abs().sum()]
+                (y + sum(others).to(y.device)).backward()
             assert_same(gradients(managed), gradients(resident))
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize("backwards", [0, 1], ids=["first", "added"])
+def test_one_weight_at_all_levels_of_nested_checkpoints(device, levels, backwards):
+    managed = nn.Sequential(nn.Linear(64, 64, bias=False))
+    resident = copy.deepcopy(managed).to(device)
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 1
+        for model in (managed, resident):
+            torch.manual_seed(1)
+            for _ in range(backwards):
+                model(torch.randn(4, 64).to(device)).sum().backward()
+
+            def around(inside, model=model):
+                def run(x):
+                    return model(inside(model(x).tanh())).tanh()
+
+                return lambda x: checkpoint(run, x, use_reentrant=True)
+
+            f = lambda x, model=model: model(x).tanh()  # noqa: E731
+            for _ in range(levels):
+                f = around(f)
+            f(torch.randn(4, 64).to(device).requires_grad_()).square().sum().backward()
+        assert_same(gradients(managed), gradients(resident))
+
+
+class Whole(nn.Module):
+    """Layers whose weights are small whole numbers: sums of gradients have no order."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        for parameter in self.parameters():
+            parameter.data = torch.randint(-1, 2, parameter.shape).float()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_threads_lose_no_gradient(device):
+    """Each has a forward of its own, and they are in backward together."""
+    managed = Whole()
+    resident = copy.deepcopy(managed).to(device)
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 4
+        for model in (managed, resident):
+            together, errors = threading.Barrier(2), []
+
+            def run(number, model=model, together=together, errors=errors):
+                try:
+                    for _ in range(8):
+                        x = torch.full((2, 64), float(number)).to(device)
+                        y = model(x).sum()
+                        together.wait()
+                        y.backward()
+                except BaseException as error:
+                    errors.append(error)
+                    together.abort()
+
+            model(torch.ones(2, 64).to(device)).sum().backward()
+            threads = [threading.Thread(target=run, args=(number,)) for number in (1, 2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not errors
+        assert_same(gradients(managed), gradients(resident))
+
+
+def test_a_backward_in_another_thread_is_seen_by_one_that_goes_on():
+    """On the host each backward runs in its own thread, so that one can stop for the other."""
+    managed, resident = pair("cpu")
+    with attached(managed, "cpu") as manager:
+        assert len(manager.layers) == 4
+        for model in (managed, resident):
+            backward(model, 0, "cpu")
+            there, go_on, threads, errors = threading.Event(), threading.Event(), [], []
+
+            def other(_, model=model, there=there, go_on=go_on, threads=threads, errors=errors):
+                def stop(_):
+                    there.set()
+                    go_on.wait(60)
+
+                def run():
+                    try:
+                        x = torch.ones(4, 32).requires_grad_()
+                        x.register_hook(stop)
+                        model(x).square().sum().backward()
+                    except BaseException as error:
+                        errors.append(error)
+                    there.set()
+
+                thread = threading.Thread(target=run)
+                thread.start()
+                there.wait(60)
+                threads.append(thread)
+
+            y = model.first(torch.randn(4, 32).requires_grad_())
+            y.register_hook(other)
+            model.last(model.body[0](y).tanh()).square().sum().backward()
+            go_on.set()
+            for thread in threads:
+                thread.join()
+            assert len(threads) == 1 and not errors
+        assert_same(gradients(managed), gradients(resident))
 
 
 def test_a_backward_that_raises_sets_no_gradient_and_the_next_one_is_whole(device):
@@ -165,6 +334,7 @@ def test_a_backward_that_raises_sets_no_gradient_and_the_next_one_is_whole(devic
         managed.first.forward = lambda x: Raises.apply(forward(x))
         with pytest.raises(ZeroDivisionError):
             backward(managed, 0, device)
+        assert all(parameter.grad is None for parameter in managed.parameters())
         del managed.first.forward
         managed.zero_grad()
         for model in (managed, resident):

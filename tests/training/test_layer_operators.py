@@ -512,7 +512,7 @@ def test_masters_are_held_once_a_graph_task_has_used_what_is_trained(kind, monke
                 assert len(held) == trains, "a forward is no graph task"
                 torch.autograd.grad(y.sum(), x)
                 assert len(held) == 2 * trains, "its recompute took part"
-            assert not manager.state.tasks_with_gradients
+            assert not manager.state.late
 
 
 def test_operands_of_a_convolution_look_as_in_training():
