@@ -79,9 +79,6 @@ class Listener(Protocol):
     def after_step(self) -> None:
         """An optimizer has stepped."""
 
-    def has_its_gradients(self) -> bool:
-        """Whether all gradients are those of the last backward, and optimizers step all."""
-
     def forget_views(self) -> None:
         """Segments of the arena go back: let go of all views into it."""
 
@@ -149,9 +146,6 @@ class DeviceState:
         self.gradients_lock = Lock("gradients")  # protects those
         # What stands for trained masters in graphs, by their `id`: see `gradients.landing`.
         self.landings: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        # Where gradients were when a backward had set them, and their versions, by that `id`.
-        self.shown: dict[int, tuple[int, int]] = {}
-        self.stepped: frozenset[int] = frozenset()  # what optimizers have stepped, by `id`
         self.rests = False  # whether a step comes after the last backward is not known yet
         self.turned = False  # a managed backward has run since the last forward began
         self.shares: list[Shared] = []  # of models whose masters ranks have together
@@ -266,30 +260,21 @@ class DeviceState:
     def hold(self) -> None:
         """Trainable weights are rewritten from now on."""
         self.rests = False
-        self.shown.clear()
         self.engine.hold()
 
-    def _drop_what_was_stepped(self) -> None:
-        """Before a forward: let copies of trained weights stay only between micro-batches.
-
-        Nobody has stepped where every gradient is what the last backward left, and where all are
-        stepped by optimizers that say so. Other code may write to weights unseen.
-        """
-        if self.rests:
-            with self.lock:
-                if not all(listener.has_its_gradients() for listener in self.listeners):
-                    self.hold()
-            self.rests = False
-
     def begin_forward(self) -> None:
-        """Before the first managed forward after a backward the arena may grow to what was learned.
+        """Before the first managed forward after a backward trained weights are copied anew.
 
-        It does so before any weight is fetched for that forward, for then the plan lays out anew
-        where each has its place. In a capture of a graph, which refuses every loan, it does not.
+        Code may have written to them unseen: fingerprints are samples, and to read all bytes takes
+        longer than to copy them. The arena may grow to what was learned then. It does so before any
+        weight is fetched for that forward, for then the plan lays out anew where each has its
+        place. In a capture of a graph, which refuses every loan, nothing is done.
         """
         if self.kind.is_capturing(self.stream()):
             return
-        self._drop_what_was_stepped()
+        if self.rests:
+            with self.lock:
+                self.hold()
         self.engine.resume()  # what runs first may be no use: rows of a table, or a checkpoint
         self.turned = False
         self.pace.passes += 1
@@ -437,8 +422,6 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             trained = [listener.before_step() for listener in state.listeners]
             if any(trained):
                 state.hold()
-                own = (p for group in optimizer.param_groups for p in group["params"])
-                state.stepped |= frozenset(map(id, own))
             if state.listeners:
                 for observer in observers:
                     observer.begins_step(state)

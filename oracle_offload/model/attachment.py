@@ -326,19 +326,6 @@ class Attachment:
             if any(tensor.requires_grad for tensor in layer.tensors())
         }
 
-    def has_its_gradients(self) -> bool:
-        """Whether all gradients are those of the last backward, and optimizers step all."""
-        shown, stepped = self.state.shown, self.state.stepped
-        for layer in list(self.layers) if self.is_attached else ():
-            for master in layer.masters.present:
-                if not master.requires_grad:
-                    continue
-                grad = master.grad
-                now = None if grad is None else (grad.data_ptr(), grad._version)
-                if id(master) not in stepped or now != shown.get(id(master)):
-                    return False
-        return True
-
     def before_frozen_write(self, tensors: Sequence[Tensor]) -> None:
         """Wait for copies of masters that a step may write though it trains none of them."""
         if not self.is_attached:

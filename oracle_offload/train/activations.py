@@ -368,10 +368,6 @@ class ActivationOffload:
         """Train nothing."""
         return False
 
-    def has_its_gradients(self) -> bool:
-        """Hold none."""
-        return True
-
     def before_frozen_write(self, tensors: Sequence[Tensor]) -> None:
         """Change nothing: no master is held here."""
 
