@@ -16,6 +16,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -229,18 +230,45 @@ def _own_step(kind: Any) -> Callable[..., Any]:
 
 
 def _fill(before: dict[Any, Any], now: dict[Any, Any]) -> None:
-    """Put what was loaded into the tensors that were there, where those are alike."""
+    """Put what was loaded into the tensors that were there, where those are alike.
+
+    A tensor that something else holds too (a `state_dict` from before) is left as it is, and what
+    was loaded takes its place, as in plain torch.
+    """
     for parameter, loaded in now.items():
         former = before.get(parameter)
         if not isinstance(former, dict) or not isinstance(loaded, dict):
             continue
+        del former
+        if _holders(before, parameter) > _holders({parameter: {}}, parameter):
+            continue
         for name, value in loaded.items():
-            there: Any = former.get(name)
+            there: Any = before[parameter].get(name)
             if _is_plain(value) and _is_plain(there) and _are_alike(value, there):
                 if value.data_ptr() != there.data_ptr():
+                    del there
+                    if not _is_alone(before[parameter], name):
+                        continue
+                    there = before[parameter][name]
                     with torch.no_grad():
                         there.copy_(value)
                 loaded[name] = there
+
+
+def _holders(held: dict[Any, Any], key: Any) -> int:
+    """Return how often a value is referred to, and as often more as for any that this is asked."""
+    return sys.getrefcount(held[key])
+
+
+def _is_alone(held: dict[Any, Any], key: Any) -> bool:
+    """Whether nothing but a dict refers to a tensor, or to its memory."""
+    lone: dict[Any, Any] = {key: torch.empty(1, device="cpu")}
+    if _holders(held, key) > _holders(lone, key):
+        return False
+    uses = [
+        torch._C._storage_Use_Count(one.untyped_storage()._cdata) for one in (held[key], lone[key])
+    ]
+    return uses[0] <= uses[1]
 
 
 def _is_plain(value: Any) -> bool:

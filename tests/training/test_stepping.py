@@ -195,6 +195,51 @@ def test_states_load_in_plain_torch_and_back_in_place(device):
         torch.save(optimizers[0].state_dict(), io.BytesIO())
 
 
+def views_of(saved):
+    """A dict of states with other tensors in the same memory."""
+    return {
+        **saved,
+        "state": {
+            key: {name: value.detach() for name, value in state.items()}
+            for key, state in saved["state"].items()
+        },
+    }
+
+
+HOLDERS = {
+    "state_dict": lambda one: one.state_dict(),
+    "inner dicts": lambda one: dict(one.state_dict()),
+    "tensors": lambda one: tree_map(lambda each: each, one.state_dict()),
+    "views": lambda one: views_of(one.state_dict()),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS)
+def test_what_somebody_holds_of_the_states_is_as_before_after_another_load(device, hold):
+    """Saved without a copy, others loaded, and the saved ones loaded again."""
+    managed, resident, make = build(device, OPTIMIZERS["adamw"])
+    with attached(managed, device):
+        models = managed, resident
+        optimizers = [make(model.parameters()) for model in models]
+        stream_optimizer(optimizers[0])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, 0, device)
+            optimizer.step()
+            optimizer.zero_grad()
+            saved = HOLDERS[hold](optimizer)
+            other = cloned(saved)
+            for state in other["state"].values():
+                state["exp_avg"].zero_()
+            optimizer.load_state_dict(other)
+            assert not optimizer.state_dict()["state"][0]["exp_avg"].any()
+            optimizer.load_state_dict(saved)
+        assert_alike(models, optimizers)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, 1, device)
+            optimizer.step()
+        assert_alike(models, optimizers)
+
+
 def test_a_checkpoint_holds_them_and_the_run_goes_on_alike(device, tmp_path):
     managed, resident, make = build(device, OPTIMIZERS["adamw"])
     with attached(managed, device) as manager:
