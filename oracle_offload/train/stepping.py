@@ -19,7 +19,7 @@ import itertools
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -36,6 +36,11 @@ BATCH_BYTES = 256 << 20  # that are on the device at once: of one batch; there a
 _TRIAL_STEPS = 3
 _TRIAL_TENSORS = 3  # of each group
 _TRIAL_SIDE = 8
+# Of two more matrices and two more vectors in each group: optimizers treat tensors otherwise from
+# some size on. bitsandbytes keeps 8 bits from 4,096 elements on, and factored moments begin at
+# sides of 128.
+_TRIAL_LONG_SIDE = 128
+_TRIAL_VECTOR = 4096
 _STEPPER = "_oracle_offload_stepper"
 # Attributes that a part has of its own.
 _ELSEWHERE = frozenset({"state", "param_groups", _STEPPER})
@@ -309,19 +314,24 @@ def _try(optimizer: Any, kind: Any, device: torch.device, managed: Container[int
     groups: list[list[Tensor]] = []
     generator = torch.Generator("cpu").manual_seed(0)
 
-    def small(like: Tensor) -> Tensor:
-        shape = [min(side, _TRIAL_SIDE) for side in like.shape]
-        made = torch.randn(shape, generator=generator, device="cpu").to(like.dtype)
-        return made.to(device, copy=True)
+    def made(shape: Iterable[int], like: Tensor) -> Tensor:
+        drawn = torch.randn(list(shape), generator=generator, device="cpu").to(like.dtype)
+        return drawn.to(device, copy=True)
 
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad and p.is_floating_point()]
         chosen = [p for p in trained if id(p) in managed] or trained
-        groups.append([small(p) for p in chosen[:_TRIAL_TENSORS]])
-    if sum(map(len, groups)) == 1:  # one Parameter is stepped alone in any case
-        (alone,) = (group for group in groups if group)
-        alone.append(alone[0].clone())
-    steps = [[[small(tensor) for tensor in group] for group in groups] for _ in range(_TRIAL_STEPS)]
+        shapes = [(p, [min(side, _TRIAL_SIDE) for side in p.shape]) for p in chosen]
+        del shapes[_TRIAL_TENSORS:]
+        for alike in ([p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]):
+            if alike:
+                largest = max(alike, key=Tensor.numel)
+                shapes += 2 * [(largest, _cut(largest.shape))]
+        groups.append([made(shape, p) for p, shape in shapes])
+    steps = [
+        [[made(tensor.shape, tensor) for tensor in group] for group in groups]
+        for _ in range(_TRIAL_STEPS)
+    ]
     found = []
     for together in (True, False):
         with torch.random.fork_rng(devices=[]):
@@ -342,6 +352,15 @@ def _try(optimizer: Any, kind: Any, device: torch.device, managed: Container[int
             "than together, so that what it computes for one depends on others or on how often it "
             "is called. Its step runs on the host, as without stream_optimizer."
         )
+
+
+def _cut(shape: Sequence[int]) -> list[int]:
+    """Return a shape of the same kind that is small to step and large to an optimizer."""
+    if len(shape) == 1:
+        return [min(shape[0], _TRIAL_VECTOR)]
+    long = sorted(range(len(shape)), key=lambda n: shape[n])[-2:]
+    sides = [_TRIAL_LONG_SIDE if n in long else _TRIAL_SIDE for n in range(len(shape))]
+    return list(map(min, shape, sides))
 
 
 def _trial(

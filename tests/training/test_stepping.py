@@ -613,6 +613,45 @@ def test_what_keeps_something_on_itself_is_refused_and_the_trial_leaves_nothing(
         optimizer.zero_grad()
 
 
+class CouplesLargeOnes(Own):
+    """As those that keep statistics of large tensors alone."""
+
+    def __init__(self, params, least):
+        super().__init__(params)
+        self.least = least
+
+    def step(self, closure=None):
+        large = [
+            p.grad.norm()
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None and p.dim() and self.is_large(p)
+        ]
+        self.param_groups[0]["lr"] = 0.1 / (1 + float(sum(large)))
+        super().step()
+        self.param_groups[0]["lr"] = 0.1
+
+    def is_large(self, p):
+        return p.numel() >= self.least if p.dim() == 1 else sorted(p.shape)[-2] >= self.least
+
+
+@pytest.mark.parametrize(
+    ("make", "least"),
+    [
+        (lambda: nn.Linear(160, 130, bias=False), 128),
+        (lambda: nn.Conv2d(130, 140, 3, bias=False), 128),
+        (lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(5000)), 4096),
+    ],
+)
+def test_what_couples_only_large_parameters_is_refused(device, make, least):
+    managed = make()
+    own = [p for p in managed.parameters() if p.shape != (16,) and p.shape != (16, 16)]
+    with attached(managed, device):
+        own = own if len(own) == 1 else [managed[0].weight, *own]
+        with pytest.raises(OffloadError, match="CouplesLargeOnes cannot be streamed: it steps sm"):
+            stream_optimizer(CouplesLargeOnes(own, least))
+
+
 class Marks(Own):
     """As torch's fused ones and bitsandbytes do; what the first step prepares may come again."""
 
