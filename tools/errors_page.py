@@ -265,7 +265,8 @@ NOTES: dict[str, dict[str, str]] = {
         ),
         "which is lost between batches": (
             "The optimizer keeps something of a step in an attribute (a counter, a dict of "
-            "momenta) and not in its `state`. It trains as before, on the host."
+            "momenta) or in the options of a group, and not in its `state`. It trains as before, "
+            "on the host."
         ),
         "Parameters or another optimizer, which": (
             "A wrapper of optimizers, or one that gathers its Parameters. Stream the optimizer "

@@ -389,8 +389,21 @@ def _trial(
             step(part)
             if together:
                 keeps.refuse_a_change(part)
+                _refuse_written_options(kind, optimizer.param_groups, options)
     kept = [{key: value for key, value in group.items() if key != "params"} for group in options]
     return [p.detach() for p in flat], [states.get(p) for p in flat], kept
+
+
+def _refuse_written_options(kind: Any, before: Any, now: Any) -> None:
+    """Refuse a class that writes options: each batch has a copy of the groups."""
+    for group, own in zip(before, now, strict=True):
+        for name in (group.keys() | own.keys()) - {"params"}:
+            if not (name in group and name in own and _same(group[name], own[name])):
+                raise _Refused(
+                    f"{kind.__name__} cannot be streamed: its step changes the option {name!r} of "
+                    "a group, which is lost between batches. Its step runs on the host, as without "
+                    "stream_optimizer."
+                )
 
 
 def _own_part_of(optimizer: Any, kind: Any, groups: list[dict[str, Any]], state: Any) -> Any:

@@ -446,9 +446,22 @@ class Prodigal(torch.optim.SGD):
             for p in g["params"]
             if p.grad is not None
         )
+        rates = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
             group["lr"] = float(1 / (1 + norm))
-        return super().step(closure)
+        super().step(closure)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+class WritesAnOption(torch.optim.SGD):
+    """The same one by one as together, and lost by batches that have other groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["n"] = group["warm"] = self.state[p].get("n", 0) + 1
 
 
 class NeedsAClosure(torch.optim.SGD):
@@ -463,6 +476,7 @@ def test_what_cannot_be_streamed_is_refused_by_name(device):
         own = list(managed.parameters())
         for make, why in (
             (torch.optim.LBFGS, "LBFGS cannot be streamed: .* '_params' holds"),
+            (WritesAnOption, "WritesAnOption cannot be streamed: .* option 'warm' of a group"),
             (NeedsAClosure, "NeedsAClosure cannot be streamed: .* closure"),
             (lambda p: Prodigal(p, lr=0.1), "Prodigal cannot be streamed: it steps small"),
             (
