@@ -260,8 +260,12 @@ NOTES: dict[str, dict[str, str]] = {
         ),
         "its states are paged": "Take the class of bitsandbytes without `Paged` in its name.",
         "it steps small Parameters otherwise one by one": (
-            "The optimizer computes something of all its Parameters, counts its calls, or draws "
-            "random numbers. It trains as before, on the host."
+            "The optimizer computes something of all its Parameters, or counts its calls. It "
+            "trains as before, on the host."
+        ),
+        "its step draws random numbers": (
+            "Rounding at random, for one. It trains as before, on the host; or leave the option "
+            "out that draws."
         ),
         "which is lost between batches": (
             "The optimizer keeps something of a step in an attribute (a counter, a dict of "

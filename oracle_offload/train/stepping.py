@@ -31,6 +31,7 @@ from ..engine.engines import DeviceState, open_states
 from ..engine.geometry import is_dense, tensor_bytes
 from ..errors import OffloadError
 from ..layers.gradients import Gradients
+from .micro_batches.thread_state import Generators
 
 BATCH_BYTES = 256 << 20  # that are on the device at once: of one batch; there are three
 _TRIAL_STEPS = 3
@@ -333,19 +334,28 @@ def _try(optimizer: Any, kind: Any, device: torch.device, managed: Container[int
         for _ in range(_TRIAL_STEPS)
     ]
     found = []
-    for together in (True, False):
-        with torch.random.fork_rng(devices=[]):
-            try:
-                found.append(_trial(optimizer, kind, groups, steps, together))
-            except _Refused as refused:
-                raise OffloadError(*refused.args) from None
-            except Exception as error:
-                raise OffloadError(
-                    f"{kind.__name__} cannot be streamed: stepping small Parameters "
-                    f"{'together' if together else 'one by one'} without a closure raised "
-                    f"{type(error).__name__}: {error}. Its states are on the host and its step "
-                    "runs there, as without stream_optimizer."
-                ) from error
+    generators = Generators([device])
+    before = generators.now()
+    try:
+        for together in (True, False):
+            found.append(_trial(optimizer, kind, groups, steps, together))
+            if not _same(before, generators.now()):
+                raise _Refused(
+                    f"{kind.__name__} cannot be streamed: its step draws random numbers, which "
+                    "would be others by batches. Its step runs on the host, as without "
+                    "stream_optimizer."
+                )
+    except _Refused as refused:
+        raise OffloadError(*refused.args) from None
+    except Exception as error:
+        raise OffloadError(
+            f"{kind.__name__} cannot be streamed: stepping small Parameters "
+            f"{'together' if together else 'one by one'} without a closure raised "
+            f"{type(error).__name__}: {error}. Its states are on the host and its step "
+            "runs there, as without stream_optimizer."
+        ) from error
+    finally:
+        generators.restore(before)
     if not _same(*found):
         raise OffloadError(
             f"{kind.__name__} cannot be streamed: it steps small Parameters otherwise one by one "
@@ -433,6 +443,8 @@ def _apart(value: Any, done: dict[int, Any]) -> Any:
         made = copy.copy(value)
     elif isinstance(value, Tensor):
         made = value.detach().clone()
+    elif isinstance(value, torch.Generator):
+        made = value.clone_state()
     else:
         return value
     done[id(value)] = made
@@ -513,6 +525,8 @@ def _same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
+    if hasattr(one, "tobytes") and hasattr(other, "tobytes"):  # an array of numpy
+        return bool(one.tobytes() == other.tobytes())
     return bool(one == other)
 
 

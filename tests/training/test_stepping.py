@@ -6,9 +6,11 @@ import copy
 import io
 import itertools
 import pickle
+import random
 import sys
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from equality import assert_same, attached, is_simulated
@@ -19,6 +21,7 @@ from torch.utils._pytree import tree_map
 import oracle_offload
 from oracle_offload import OffloadError
 from oracle_offload.train import stepping, stream_optimizer
+from oracle_offload.train.micro_batches.thread_state import Generators
 
 WEIGHTS = 3  # of `Tied`, without biases
 
@@ -625,6 +628,50 @@ def test_what_keeps_something_on_itself_is_refused_and_the_trial_leaves_nothing(
         assert not getattr(optimizer, "momenta", None)
         assert not optimizer.__dict__.get("count", 0)
         optimizer.zero_grad()
+
+
+class Draws(Own):
+    """Rounding at random draws a number for each element; in the order of the trial, the same."""
+
+    def __init__(self, params, draw):
+        super().__init__(params)
+        self.draw = draw
+
+    def one(self, group, p):
+        self.draw(p)
+        super().one(group, p)
+
+
+class DrawsFromItsOwn(Own):
+    def __init__(self, params):
+        super().__init__(params)
+        self.generator = torch.Generator()
+
+    def one(self, group, p):
+        p.add_(torch.randn(1, generator=self.generator).item())
+
+
+DRAWS = {
+    "of the device": lambda p: p.add_(torch.randn_like(p)),
+    "of the host": lambda p: p.add_(torch.randn(1)[0].item()),
+    "of Python": lambda p: p.add_(random.random()),
+    "of numpy": lambda p: p.add_(float(np.random.random())),
+}
+
+
+@pytest.mark.parametrize("of", DRAWS)
+def test_what_draws_random_numbers_is_refused_and_none_are_used_up(device, of):
+    managed = Net()
+    with attached(managed, device):
+        before = Generators([torch.device(device)]).now()
+        with pytest.raises(OffloadError, match="Draws cannot be streamed: its step draws"):
+            stream_optimizer(Draws(managed.parameters(), DRAWS[of]))
+        assert stepping._same(before, Generators([torch.device(device)]).now())
+        optimizer = DrawsFromItsOwn(managed.parameters())
+        state = optimizer.generator.get_state()
+        with pytest.raises(OffloadError, match="changes the attribute 'generator'"):
+            stream_optimizer(optimizer)
+        assert torch.equal(state, optimizer.generator.get_state())
 
 
 class CouplesLargeOnes(Own):
