@@ -281,6 +281,8 @@ class ActivationOffload:
         self.counts = Counts()
         self.is_active = True
         self._forward = model.__dict__["forward"] = _Forward(self, model)
+        self._deletion = weakref.finalize(model, self._is_deleted)
+        self._deletion.atexit = False
         state.join(self)
 
     # ---- what people ask, and do ----
@@ -318,6 +320,7 @@ class ActivationOffload:
     def remove(self) -> None:
         """Let the model save tensors as before; what has left comes back when backward needs it."""
         self.is_active = False
+        self._deletion.detach()  # it would keep this until the model goes
         model = self._model()
         if model is not None:
             if _active.get(model) is self:
@@ -352,6 +355,10 @@ class ActivationOffload:
             if own and device and registry:
                 self._reap()
                 self._close_if_done()
+
+    def _is_deleted(self) -> None:
+        self.is_active = False
+        self._close_if_free()
 
     def _has_gone(self, trip: _Trip) -> None:
         """Hear, from a finalizer, that no graph needs a storage any more."""
@@ -702,7 +709,7 @@ def offload_activations(
     Returns
     -------
     ActivationOffload
-        Ends at the exit of its ``with`` block, or by `ActivationOffload.remove`.
+        Ends at the exit of its ``with`` block, by `ActivationOffload.remove`, or with the model.
 
     Raises
     ------

@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import types
+import weakref
 
 import pytest
 import torch
@@ -557,6 +558,33 @@ def test_the_last_graph_closes_what_was_removed(device, end):
         torch.optim.SGD([weight]).step()
     gc.collect()
     assert not open_states() and offload.host_bytes == 0
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["no graph", "a graph"])
+def test_a_deleted_model_is_offloaded_no_more(device, graph):
+    for step in range(2):
+        model = Model().to(device)
+        offload_activations(model, LEAST)
+        loss = model(batch(device, step)).sum()
+        if not graph:
+            loss.backward()
+            del loss
+        del model
+        gc.collect()
+        if graph:
+            assert open_states(), "its graph still needs the engine"
+            loss.backward()
+            del loss
+        assert not open_states()
+
+
+def test_what_was_removed_goes_before_its_model(device):
+    model = Model().to(device)
+    with offload_activations(model, LEAST) as offload:
+        gone = weakref.ref(offload)
+    del offload
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_forward_that_somebody_put_there_is_called_and_put_back(device):
