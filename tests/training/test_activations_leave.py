@@ -303,6 +303,29 @@ def test_a_write_in_place_raises_as_it_does_without(device, least, sim):
     sim.clear_reports()
 
 
+class WritesUnseen(nn.Module):
+    def forward(self, x, w):
+        y = x * 1.0
+        z = y * w
+        y.data.mul_(3)
+        return z + y * w
+
+
+def test_a_write_through_data_is_seen_by_nobody(device):
+    """What has left has the first save's bytes, as the page says: nobody looks at the bytes."""
+    model, found = WritesUnseen(), []
+    for offload in (False, True):
+        w = torch.ones(ROWS, WIDTH, device=device, requires_grad=True)
+        with contextlib.ExitStack() as stack:
+            if offload:
+                stack.enter_context(
+                    offload_activations(model, LEAST, device=device, device_budget=1)
+                )
+            model(torch.ones(ROWS, WIDTH, device=device), w).sum().backward()
+        found.append(w.grad.mean().item())
+    assert found == [3 + 3, 1 + 1]
+
+
 class Breaks(nn.Module):
     """Raises where it is told to, once."""
 
