@@ -416,6 +416,7 @@ class ActivationOffload:
             return forward(*args, **kwargs)
         with self._lock:
             self._reap()
+            self._leave_out_forwards()
             self._look_at_weights()
         hooks = _Hooks(self)
         try:
@@ -650,6 +651,15 @@ class ActivationOffload:
         if not self._live:
             self._held_bytes = self._leaving_bytes = 0
             self._leaving.clear()
+
+    def _leave_out_forwards(self) -> None:
+        """Begin anew, and learn nothing, where most of what was saved has gone without a backward.
+
+        A validation that records a graph would else grow the run, and hide the order of a step.
+        """
+        run = self._run
+        if run.order is None and 2 * self._live <= len(run.sizes):
+            self._run = _Run()
 
     def _reap(self) -> None:
         """End the trips that nobody needs any more: a finalizer calls no engine."""

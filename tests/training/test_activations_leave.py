@@ -379,6 +379,26 @@ def test_a_graph_that_is_thrown_away_gives_its_memory_back(device):
         assert count_live(offload) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("holds", [False, True], ids=["thrown away", "held until the next"])
+def test_forwards_without_a_backward_hide_no_order(device, holds):
+    """They grow nothing, and the order of a step is known after them as before."""
+    model = Crossed().to(device)
+    held = None
+    with offload_activations(model, LEAST, device_budget=6 * LEAST) as offload:
+        for step in range(6):
+            offload.after_step()
+            late = offload.counts.late
+            model(batch(device, step)).square().sum().backward()
+            assert step < 4 or offload.counts.late == late, "the order was forgotten"
+            saved = len(offload._run.sizes)
+            for _ in range(5):
+                held = model(batch(device, step))
+                if not holds:
+                    held = None
+            held = None
+            assert len(offload._run.sizes) <= 2 * saved
+
+
 def test_a_thousand_steps_grow_nothing():
     model = nn.Sequential(*(nn.Tanh() for _ in range(2)))
     x = torch.randn(8, 8, requires_grad=True)
