@@ -419,6 +419,10 @@ NOTES: dict[str, dict[str, str]] = {
         "compiled code computes with a managed layer": (
             "The model was detached while compiled code ran, in another thread. Call it again."
         ),
+        "which it has read: the write would be lost": (
+            "In compiled code a weight that is read is a copy. Write outside of it, in a function "
+            "under `torch.compiler.disable`, or leave that layer resident."
+        ),
         "inside a compiled forward": (
             "A parametrisation or `functional_call` stands in the place of a Parameter. Leave that "
             "layer resident, or do not compile it."

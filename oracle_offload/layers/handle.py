@@ -285,7 +285,8 @@ class Handle(Tensor):
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Register with the master, for a weight that was read: a handle is of one graph alone."""
         master = _state(self).master()
-        return super().register_hook(hook) if master is None else master.register_hook(hook)
+        register: Any = Tensor.register_hook
+        return register(self if master is None else master, hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Register with the master, for a weight that was read."""

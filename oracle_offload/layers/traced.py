@@ -50,6 +50,9 @@ _constant: Callable[..., Any] = torch.compiler.assume_constant_result  # to a co
 _numbers = itertools.count()
 layers: dict[int, weakref.ref[Numbered]] = {}
 _kernels: dict[Any, Callable[..., Any]] = {}  # what an operator runs, for who stands before it
+_asks: list[weakref.ref[Numbered]] = []  # the leaf whose weight is read where a compiler looks on
+# What a compiler believes that such a read returns, and of which leaf's tensor: it counts writes.
+_believed: list[tuple[Tensor, weakref.ref[Numbered], str]] = []
 _computes: dict[Any, Callable[..., Tensor]] = {}  # what it computes, with tensors on the device
 
 # Whether autograd records a call: no, by the operator's own node, or by one of the whole graph.
@@ -78,6 +81,9 @@ def kernel_of(func: Any) -> Callable[..., Any] | None:
 class Numbered(Leaf):
     """A leaf that compiled code names by a small tensor."""
 
+    # Of what the compiled code that uses this leaf writes to: the tensor's name, and its leaf's.
+    beside_write: tuple[str, str] | None = None
+
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
         super().__init__(module, name, structure)
         self.number = next(_numbers)
@@ -96,7 +102,29 @@ class Numbered(Leaf):
     @_constant
     def is_inside(self) -> bool:
         """Whether the model computes where a compiler looks on."""
+        _asks[:] = [weakref.ref(self)]
         return self.structure.is_inside()
+
+    def refuse_written(self) -> None:
+        """Raise where the compiled code that uses this leaf writes to what it has read: a copy.
+
+        Raises
+        ------
+        OffloadError
+            It does; from then on each use says so.
+        """
+        while _believed:
+            made, reference, name = _believed.pop()
+            layer = reference()
+            if layer is not None and count_writes(made):
+                self.beside_write = name, layer.name
+        if self.beside_write:
+            name, leaf = self.beside_write
+            raise OffloadError(
+                f"compiled code writes to the {name} of managed layer '{leaf}', which it has read: "
+                "the write would be lost. Write outside the compiled code "
+                "(torch.compiler.disable), or leave the layer resident with ignore_modules=[...]."
+            )
 
 
 class Traced(Numbered, Layer, Readable):
@@ -269,6 +297,7 @@ def layer_of(key: Tensor) -> Any:
             "compiled code computes with a managed layer that was detached since; call the "
             "compiled model again from its first layer on."
         )
+    layer.refuse_written()
     return layer
 
 
@@ -563,7 +592,10 @@ def _give_back(grad: Tensor, weight: Tensor, key: Tensor) -> Tensor:
 
 
 def _like_read(weight: Tensor, key: Tensor, device: torch.device, name: str) -> Tensor:
-    return torch.empty_like(weight, device=device)
+    made = torch.empty_like(weight, device=device)
+    if _asks:  # a compiler that writes down what code does, before it makes that functional
+        _believed.append((made, _asks.pop(), name))
+    return made
 
 
 def _like_given_back(grad: Tensor, weight: Tensor, key: Tensor) -> Tensor:

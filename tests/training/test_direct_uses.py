@@ -790,3 +790,59 @@ def test_a_quantised_class_of_an_invented_library_streams(device, mode):
         assert [type(layer).__name__ for layer in manager.layers] == ["QuantisedLayer"] * 2
         assert_models_agree(managed, resident, step_of(device, mode), device=device)
         assert not manager.attachment.held() and not manager.attachment.traffic.runs_again
+
+
+# ---- in compiled code ----
+
+
+def whole(weight):
+    weight.mul_(2)
+
+
+def row(weight):
+    weight[0].zero_()
+
+
+def viewed(weight):
+    weight.view(-1)[3:].fill_(1)
+
+
+def into(weight):
+    torch.add(weight, 1, out=weight)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True], ids=["breaks", "fullgraph"])
+@pytest.mark.parametrize("write", [whole, row, viewed, into], ids=lambda write: write.__name__)
+def test_compiled_code_that_writes_to_what_it_reads_is_refused(write, fullgraph):
+    """Each time: it is compiled once."""
+
+    def compute(parts, x):
+        with torch.no_grad():
+            write(parts.inner.weight)
+        return parts.other(x)
+
+    torch._dynamo.reset()
+    with attached(Parts(compute).requires_grad_(False)) as manager:
+        assert manager.resident == {}
+        called = torch.compile(manager.structure.module, backend="aot_eager", fullgraph=fullgraph)
+        for _ in range(2):
+            with pytest.raises(
+                OffloadError, match=r"compiled code writes to the weight of .*'inner'"
+            ):
+                called(inputs())
+    torch._dynamo.reset()
+
+
+def test_compiled_code_that_only_reads_computes():
+    def compute(parts, x):
+        weight = parts.inner.weight
+        return parts.other(F.linear(x, weight) * weight.norm() + x @ weight.t().contiguous())
+
+    torch._dynamo.reset()
+    managed, resident = resident_pair(Parts(compute))
+    with attached(managed) as manager:
+        assert manager.resident == {}
+        called = torch.compile(managed, backend="aot_eager")
+        for _ in range(2):
+            assert_same(called(inputs()), torch.compile(resident, backend="aot_eager")(inputs()))
+    torch._dynamo.reset()
