@@ -484,6 +484,10 @@ NOTES: dict[str, dict[str, str]] = {
         ),
     },
     "Lending to a module's forward": {
+        "two weights that share memory there": (
+            "On a resident model `a.weight.data = b.weight.data` ties the two. Tie them before "
+            "`attach`, or copy."
+        ),
         "of a managed layer cannot be a tensor like that": (
             "Code gave a weight new `.data` in a forward that cannot be on the host for it (with "
             "gaps, on another device). Give it outside of the forward."
@@ -704,7 +708,7 @@ NOTES: dict[str, dict[str, str]] = {
         "runs micro-batches in greenlets": (
             "greenlet is an optional dependency: it lets a forward stop between two blocks."
         ),
-        "the forward writes to buffer": (
+        "the forward writes to …: what": (
             "State that one micro-batch leaves to the next (running statistics, power iterations) "
             "depends on the order of their forwards."
         ),

@@ -20,15 +20,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import Function, profiler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -51,6 +55,7 @@ _NOT_PUT_OFF = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
 }
+_CHECKPOINT: Any = inspect.unwrap(torch.utils.checkpoint.checkpoint)
 _STATE = "_oracle_offload_handle"  # a library's class may have attributes of any other name
 _graph_task = torch._C._current_graph_task_id
 _grad: Any = Tensor.grad
@@ -714,6 +719,8 @@ def _write(
     for handle in written:
         state = _state(handle)
         source = state.value.source()
+        if source.real is None and source.func is None:
+            _refuse_second_write(state)
         if source.real is None and not _may_be_written(state, source):
             state.layer.puts_off = False
             raise WasWritten(
@@ -764,6 +771,23 @@ def _write(
     return result
 
 
+def _refuse_second_write(state: _State) -> None:
+    """Raise in a checkpoint that runs its code once more, of which nothing that is borrowed tells.
+
+    What a loan computes saves no weight, so such a checkpoint may see no need to run it again; and
+    where it does, the weight is written twice, as the resident's is.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CHECKPOINT.__code__ and frame.f_locals.get("use_reentrant") is False:
+            raise WasWritten(
+                f"'{state.name()}' is written inside a checkpoint with use_reentrant=False, whose "
+                "second run would write it again, or would not. Write outside of the checkpoint, "
+                "pass use_reentrant=True, or leave the layer resident with ignore_modules=[...]."
+            )
+        frame = frame.f_back
+
+
 def _may_be_written(state: _State, source: _Value) -> bool:
     if source.func is None:
         return state.is_read
@@ -786,6 +810,7 @@ def _take_over(state: _State, source: _Value, copied: Tensor) -> None:
         master.copy_(host)
     if state.is_data:  # of which torch counts no write
         engine.refresh(layer.attachment.model)
+        layer.data_writes += 1
     else:  # which it does above what runs here
         torch.autograd.graph.increment_version(master)
     (place,) = source.places
@@ -795,8 +820,10 @@ def _take_over(state: _State, source: _Value, copied: Tensor) -> None:
 def _point_anew(state: _State, master: Tensor, value: Tensor) -> Handle:
     """Do to the master what ``weight.data = value`` does; return a handle of what it is then."""
     layer = state.layer
+    _refuse_second_write(state)
     with torch.no_grad():
         if isinstance(value, Handle):
+            _refuse_tie(state, _state(value))
             value = cast("Tensor", with_memory(value))
         there = value.device == layer.state.device
         layer.state.engine.settle()
@@ -804,6 +831,7 @@ def _point_anew(state: _State, master: Tensor, value: Tensor) -> Handle:
         with exempt():
             host = layer.attachment.gradients.to_host(value) if there else value
             master.data = cast("Tensor", host)
+    layer.data_writes += 1
     (place,) = state.value.places
     if not (layer.masters.are(layer.parameters) or layer.adopt()):
         raise OffloadError(
@@ -812,6 +840,18 @@ def _point_anew(state: _State, master: Tensor, value: Tensor) -> Handle:
             "of the forward, or leave the layer resident with ignore_modules=[...]."
         )
     return _handle_at(layer, place, _versions_of(layer), is_read=True)
+
+
+def _refuse_tie(to: _State, of: _State) -> None:
+    """Raise where a weight is to share another's memory: here it would get a copy."""
+    source = of.value.source()
+    is_its_own = of.layer is to.layer and source.places == to.value.places
+    if source.real is None and source.func is None and not is_its_own:
+        raise OffloadError(
+            f"'{to.name()}' is given the .data of '{of.name()}' inside a forward: two weights that "
+            "share memory there cannot be followed. Give it a copy (.data.clone()), do it outside "
+            "of the forward, or leave both resident with ignore_modules=[...]."
+        )
 
 
 def _seconds(layer: Borrower, func: Any, args: Any, kwargs: dict[str, Any]) -> float:

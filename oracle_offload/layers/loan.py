@@ -58,6 +58,7 @@ class Borrower(Leaf):
     """A leaf that something computes with, for as long as it has a slot."""
 
     puts_off = True  # see `handle`: until its code writes to what it makes of its weights
+    data_writes = 0  # by code, through `.data`: torch counts none of them
     wants_memory = False  # its code asks a weight for its address, and not operators alone
 
     def lend(self, kind: int, task: int, seconds: float, dtype: Cast, compute: Compute) -> Any:

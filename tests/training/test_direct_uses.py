@@ -636,6 +636,34 @@ def test_what_a_forward_writes_is_written_to_the_parameter(device, write, mode, 
     assert_streams(Parts(write), device, mode, trains)
 
 
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("write", ["normalised", "by_data", "many", "new_data"])
+def test_a_write_in_a_checkpoint_that_is_not_reentrant_is_refused(device, write, trains):
+    model = Parts(globals()[write]).requires_grad_(trains)
+    x = inputs(device).requires_grad_()
+    with (
+        attached(model, device) as manager,
+        pytest.raises(
+            OffloadError, match="is written inside a checkpoint with use_reentrant=False"
+        ),
+    ):
+        assert manager.resident == {}
+        checkpoint(model, x, use_reentrant=False)
+
+
+def test_a_weight_that_a_forward_ties_to_anothers_data_is_refused():
+    def tie(parts, x):
+        parts.inner.weight.data = parts.other.weight.data.t()
+        return parts.inner(x)
+
+    model = Parts(tie)
+    with (
+        attached(model),
+        pytest.raises(OffloadError, match=r"'inner.weight' is given the \.data of"),
+    ):
+        model(inputs())
+
+
 def test_data_that_a_forward_gives_to_a_parameter_is_the_parameters(device):
     torch.manual_seed(0)
     assert_streams(Parts(new_data), device)

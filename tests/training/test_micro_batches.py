@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import OffloadError, accumulate
+from oracle_offload.model import selection
 from oracle_offload.model.witness import Witness
 from oracle_offload.train.micro_batches import thread_state
 from oracle_offload.train.micro_batches.attributes import are_same
@@ -744,6 +745,22 @@ def test_a_buffer_that_forwards_write_is_refused(replaced):
     with streamed(model, "cpu"):
         accumulate(lambda x: step(model, x), inputs("cpu"), interleave=False)
     assert model.calls == MICRO_BATCHES
+
+
+@pytest.mark.parametrize("by_data", [False, True], ids=["no_grad", "data"])
+def test_a_frozen_weight_that_forwards_write_is_refused(by_data, monkeypatch):
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+
+    class Writes(Block):
+        def forward(self, x):
+            with torch.no_grad():
+                (self.up.weight.data if by_data else self.up.weight).mul_(0.9)
+            return super().forward(x)
+
+    model = net()
+    model.blocks[1].__class__ = Writes
+    which = "a weight of 'blocks.1.up'" if by_data else "weight 'blocks.1.up.weight'"
+    refused(f"the forward writes to {which}", model, loss_of)
 
 
 def test_a_buffer_is_found_though_another_model_has_one_of_its_name():

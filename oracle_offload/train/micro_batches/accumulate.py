@@ -28,6 +28,7 @@ from torch.utils import checkpoint
 from ...engine.engines import open_states
 from ...engine.geometry import count_writes
 from ...errors import OffloadError
+from ...layers.swap import HANDLE
 from ...model import structure
 from ...model.attachment import attachments_on
 from .attributes import Attributes, missing_or
@@ -556,7 +557,7 @@ class _Accumulation:
 
 
 class _CarriedState:
-    """The buffers of models, which forwards that are interleaved must not write."""
+    """The buffers and weights of models, which forwards that are interleaved must not write."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
@@ -574,19 +575,26 @@ class _CarriedState:
         self._before = self._now()
 
     def _now(self) -> dict[tuple[int, str], tuple[int, int]]:
-        return {
-            (index, name): (id(buffer), count_writes(buffer))
-            for index, model in enumerate(self._models)
-            for name, buffer in model.named_buffers()
-        }
+        found: dict[tuple[int, str], tuple[int, int]] = {}
+        for index, model in enumerate(self._models):
+            for kind, named in (
+                ("buffer", model.named_buffers()),
+                ("weight", model.named_parameters()),
+            ):
+                for name, tensor in named:
+                    found[index, f"{kind} '{name}'"] = id(tensor), count_writes(tensor)
+            for name, module in model.named_modules():
+                if (leaf := module.__dict__.get(HANDLE)) is not None:
+                    found[index, f"a weight of '{name}'"] = 0, getattr(leaf, "data_writes", 0)
+        return found
 
     def check(self) -> None:
-        """Raise `OffloadError` where a forward has written to a buffer."""
+        """Raise `OffloadError` where a forward has written to a buffer or a weight."""
         now = self._now()
         for (index, name), before in self._before.items():
             if now.get((index, name)) != before:
                 raise OffloadError(
-                    f"the forward writes to buffer '{name}': what one micro-batch leaves there "
+                    f"the forward writes to {name}: what one micro-batch leaves there "
                     "reaches the next in another order. Pass interleave=False."
                 )
 
