@@ -48,6 +48,14 @@ NOTES: dict[str, dict[str, Note]] = {
         "torch._C._current_graph_task_id": Note(
             "A device thread of autograd has no other mark of the backward that it works for."
         ),
+        "torch._C._will_engine_execute_node": Note(
+            "Whether a backward has a weight's accumulation in it: `torch.autograd.grad` has not."
+        ),
+        "_set_sequence_nr": Note("A gradient leaves as soon as it is summed.", _NODE),
+        "_backward_cls": Note("The class of the nodes of a function.", "torch.autograd.Function"),
+        "_post_accumulate_grad_hooks": Note(
+            "Hooks that see a gradient as soon as it is set.", "torch.empty(0)"
+        ),
         "torch._C._current_autograd_node": Note(
             "Which node of the joint backward is running, and so whose micro-batch."
         ),
@@ -111,7 +119,6 @@ NOTES: dict[str, dict[str, Note]] = {
             "A layer whose output has no shape before it is computed is lent as a module."
         ),
         "torch.utils._pytree.tree_map": Note("Tensors in whatever a module returns."),
-        "torch.utils._pytree.tree_leaves": Note("The same."),
     },
     "torch: tensors and storages": {
         "_version": Note("Whether a weight was written since its copy.", "torch.empty(0)"),
@@ -159,7 +166,6 @@ NOTES: dict[str, dict[str, Note]] = {
         "_saved_self": Note("Which cast of a weight autocast remembers.", _SAVED),
     },
     "torch: modules": {
-        "_call_impl": Note("What a module's call runs.", "torch.nn.Module"),
         "_conv_forward": Note("What a convolution computes.", "torch.nn.Conv2d"),
         "_reversed_padding_repeated_twice": Note(
             "Its padding as `F.pad` takes it.", "torch.nn.Conv2d(1, 1, 1, padding_mode='circular')"
@@ -211,7 +217,11 @@ NOTES: dict[str, dict[str, Note]] = {
         "torch._C._dynamo.eval_frame.set_eval_frame": Note(
             "Code of ours in the middle of a compiled call is not compiled."
         ),
-        "torch._dynamo.decorators.skip": Note("The same."),
+    },
+    "torch: several processes": {
+        "torch.distributed.distributed_c10d._get_default_store": Note(
+            "Where ranks say how they meet, without a port of our own."
+        ),
     },
     "torch: CUDA": {
         "torch._C._cuda_getCurrentRawStream": Note(
