@@ -291,11 +291,12 @@ def test_threads_lose_no_gradient(device):
 
 def test_a_backward_in_another_thread_is_seen_by_one_that_goes_on():
     """On the host each backward runs in its own thread, so that one can stop for the other."""
-    managed, resident = pair("cpu")
+    managed = Whole()
+    resident = copy.deepcopy(managed)
     with attached(managed, "cpu") as manager:
         assert len(manager.layers) == 4
         for model in (managed, resident):
-            backward(model, 0, "cpu")
+            model(torch.ones(2, 64)).sum().backward()
             there, go_on, threads, errors = threading.Event(), threading.Event(), [], []
 
             def other(_, model=model, there=there, go_on=go_on, threads=threads, errors=errors):
@@ -305,9 +306,9 @@ def test_a_backward_in_another_thread_is_seen_by_one_that_goes_on():
 
                 def run():
                     try:
-                        x = torch.ones(4, 32).requires_grad_()
-                        x.register_hook(stop)
-                        model(x).square().sum().backward()
+                        y = model.layers[0](torch.full((2, 64), 2.0))
+                        y.register_hook(stop)
+                        model.layers[1:](y).sum().backward()
                     except BaseException as error:
                         errors.append(error)
                     there.set()
@@ -317,9 +318,9 @@ def test_a_backward_in_another_thread_is_seen_by_one_that_goes_on():
                 there.wait(60)
                 threads.append(thread)
 
-            y = model.first(torch.randn(4, 32).requires_grad_())
+            y = model.layers[:2](torch.full((2, 64), 3.0))
             y.register_hook(other)
-            model.last(model.body[0](y).tanh()).square().sum().backward()
+            model.layers[2:](y).sum().backward()
             go_on.set()
             for thread in threads:
                 thread.join()
