@@ -604,9 +604,13 @@ class _Stepper:
         self.unfinished = True
         try:
             self._run(optimizer, batches)
-        except BaseException:
+        except BaseException as error:
             if any(batch.stepped is not None for batch in batches):
                 self._run(optimizer, batches)  # what is left of the call
+                error.add_note(
+                    f"This step of {type(optimizer).__name__} was completed before the error went "
+                    "on: every Parameter is stepped. Do not call step() again for it."
+                )
             else:  # nothing has changed
                 for batch in batches:
                     self._let_go(batch)

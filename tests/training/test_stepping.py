@@ -470,6 +470,35 @@ class WritesAnOption(torch.optim.SGD):
                     self.state[p]["n"] = group["warm"] = self.state[p].get("n", 0) + 1
 
 
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_an_error_says_whether_the_step_was_completed(device, monkeypatch, fails_at):
+    """Who catches it and tries again must not step twice; where nothing is stepped, he may."""
+    managed, resident, make = build(device, OPTIMIZERS["adamw"])
+    with attached(managed, device):
+        models = managed, resident
+        ours, theirs = (make(model.parameters()) for model in models)
+        stream_optimizer(ours)
+        for model in models:
+            backward(model, 0, device)
+        theirs.step()
+        compute, calls = stepping._Stepper._compute, []
+
+        def runs_out(stepper, optimizer, batch):
+            calls.append(batch)
+            if len(calls) == fails_at:
+                raise torch.OutOfMemoryError("out of memory")
+            compute(stepper, optimizer, batch)
+
+        monkeypatch.setattr(stepping._Stepper, "_compute", runs_out)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            ours.step()
+        notes = getattr(caught.value, "__notes__", [])
+        assert [("AdamW was completed" in note) for note in notes] == [True] * (fails_at - 1)
+        if not notes:
+            ours.step()
+        assert_alike(models, (ours, theirs))
+
+
 def test_a_step_that_cannot_be_completed_is_the_last(device, monkeypatch):
     managed = Net()
     with attached(managed, device):
