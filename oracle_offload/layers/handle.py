@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.utils.checkpoint
@@ -39,12 +39,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._core import BACKWARD, Taken
 from ..engine.exemption import exempt
-from ..engine.geometry import tensor_bytes
+from ..engine.geometry import count_writes, tensor_bytes
 from ..engine.operators import note_autocast, operator_of, run_in_mode, tensors_in
 from ..errors import NoRoomError, OffloadError
 from .gradients import landing, note_backward, note_trainable
 from .leaf import Masters, Tensors, version_of
 from .loan import Borrower, forward_kind, once_differentiable
+
+if TYPE_CHECKING:
+    from ..model.structure import Structure
 
 _aten = torch.ops.aten
 _VIEWS = frozenset({_aten._unsafe_view.default, _aten._reshape_alias.default})  # in all but name
@@ -58,6 +61,7 @@ _NOT_PUT_OFF = {
 _CHECKPOINT: Any = inspect.unwrap(torch.utils.checkpoint.checkpoint)
 _STATE = "_oracle_offload_handle"  # a library's class may have attributes of any other name
 _graph_task = torch._C._current_graph_task_id
+_data: Any = Tensor.data
 _grad: Any = Tensor.grad
 _requires_grad: Any = Tensor.requires_grad
 _throws: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
@@ -208,11 +212,19 @@ class Handle(Tensor):
 
     def _want(self, what: str) -> NoReturn:
         state = _state(self)
-        state.layer.wants_memory = True
+        layer = state.layer
+        # Who logs a weight once, outside of the model's code, says nothing of what that asks for.
+        if id(layer) in _thread.lent or layer.structure.is_inside():
+            layer.wants_memory = True
+            then = (
+                "From the next call on the layer's code gets tensors with memory; where that does "
+                "not help, leave it resident with ignore_modules=[...]."
+            )
+        else:
+            then = "Take it of a copy: .clone()."
         raise WantsMemory(
             f"{what} of '{state.name()}': its weights are on the device for one operator at a "
-            "time. From the next call on the layer's code gets tensors with memory; where that "
-            "does not help, leave it resident with ignore_modules=[...]."
+            f"time. {then}"
         )
 
     def data_ptr(self) -> int:
@@ -310,6 +322,65 @@ class Handle(Tensor):
             f"Handle('{_state(self).name()}', shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"device='{self.device}')"
         )
+
+
+class _Copy(Tensor):
+    """A weight that was read with memory of its own; its leaf hears of what is written to it."""
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    def watch(self, layer: Readable, place: int) -> None:
+        """Count writes from now on."""
+        self.__dict__[_STATE] = layer, place, count_writes(self)
+        layer.copies.append(weakref.ref(self))
+
+    def was_written(self) -> bool:
+        """Whether code has written to it since."""
+        return _STATE in self.__dict__ and count_writes(self) != self.__dict__[_STATE][2]
+
+    def _alias(self, alias: Tensor) -> Tensor:
+        if _STATE not in self.__dict__:
+            return alias
+        made = Tensor._make_subclass(_Copy, alias)
+        made.watch(*self.__dict__[_STATE][:2])
+        return made
+
+    def detach(self) -> Tensor:
+        """Return the same, apart from autograd; what is written there is written here."""
+        return self._alias(super().detach())
+
+    @property
+    def data(self) -> Tensor:
+        """The same, unknown to autograd, which counts no writes to it."""
+        return self._alias(_data.__get__(self))
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        layer, place, _ = self.__dict__[_STATE]
+        layer.lost = layer.names[place]
+        layer.refuse_lost()
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Register with the master: this is of one graph alone."""
+        layer, place, _ = self.__dict__[_STATE]
+        return layer.masters.tensors[place].register_hook(hook)
+
+    def requires_grad_(self, requires_grad: bool = True) -> _Copy:
+        """Say of the master whether it is trained."""
+        layer, place, _ = self.__dict__[_STATE]
+        master = layer.masters.tensors[place]
+        master.requires_grad_(requires_grad)
+        if requires_grad and not self.requires_grad:
+            with torch.enable_grad():
+                trained(master, layer, self)
+        elif self.requires_grad and not requires_grad:
+            self.detach_()
+        return self
+
+    def __del__(self) -> None:
+        if self.was_written():
+            layer, place, _ = self.__dict__[_STATE]
+            layer.lost = layer.names[place]
 
 
 @functools.cache
@@ -907,6 +978,34 @@ class Readable(Borrower):
 
     # By name: the handle, the version of its master, and the graph that it is a node of.
     _answers: dict[str, tuple[Tensor, Masters, Any]] | None = None
+    copies: list[weakref.ref[_Copy]]  # those that were read where code wants memory
+    lost = ""  # the name of a tensor, to a copy of which code has written
+
+    def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
+        super().__init__(module, name, structure)
+        self.copies = []
+
+    def look_again(self) -> None:
+        """Before a use: refuse where code has written to a copy, which would be lost."""
+        if self.copies or self.lost:
+            self.refuse_lost()
+        super().look_again()
+
+    def refuse_lost(self) -> None:
+        """Raise `WasWritten` where code has written to a copy of a weight, once for each."""
+        living = [copied for each in self.copies if (copied := each()) is not None]
+        for copied in living:
+            if copied.was_written():
+                self.lost = self.names[copied.__dict__[_STATE][1]]
+                copied.__dict__[_STATE] = *copied.__dict__[_STATE][:2], count_writes(copied)
+        self.copies = [each for each in self.copies if each() is not None]
+        if self.lost:
+            name, self.lost = self.lost, ""
+            raise WasWritten(
+                f"code wrote to '{self.name}.{name}', of which it has a copy since it asked for "
+                "its memory: the write is lost. Leave the layer resident with "
+                "ignore_modules=[...]."
+            )
 
     def read(self, module: nn.Module, key: str) -> Tensor | None:
         """Return what ``module.<key>`` answers; None where that is what lies there.
@@ -952,13 +1051,16 @@ class Readable(Borrower):
         with torch.enable_grad():
             made: Tensor
             if self.wants_memory:
-                made = cast("Tensor", _beside(self)[place])
+                copied = cast("Tensor", _beside(self)[place])
+                made = Tensor._make_subclass(_Copy, copied)
             else:
                 made = _handle_at(self, place, _versions_of(self), is_read=True)
             if trains:
                 made = trained(master, self, made)
         made._is_param = True
-        if not self.wants_memory:
+        if isinstance(made, _Copy):
+            made.watch(self, place)
+        else:
             answers[name] = made, self.masters, graph
         return made
 

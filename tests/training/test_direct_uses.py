@@ -484,6 +484,48 @@ def test_code_that_takes_an_address_gets_memory_from_the_next_read_on():
         assert manager.resident == {}
 
 
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("how", ["whole", "row", "detached", "data", "new data", "kept"])
+def test_a_write_to_what_has_memory_since_its_address_was_asked_is_refused(how, trains):
+    def compute(parts, x):
+        weight = parts.inner.weight
+        if not hasattr(parts, "asked"):
+            parts.asked = True
+            weight.data_ptr()
+        with torch.no_grad():
+            if how == "whole":
+                parts.inner.weight.mul_(2)
+            elif how == "row":
+                parts.inner.weight[0].zero_()
+            elif how == "detached":
+                parts.inner.weight.detach().mul_(2)
+            elif how == "data":
+                parts.inner.weight.data.mul_(2)
+            elif how == "new data":
+                parts.inner.weight.data = weight * 2
+            else:
+                weight.mul_(2)
+        return parts.inner(x)
+
+    model = Parts(compute).requires_grad_(trains)
+    with attached(model) as manager:
+        assert manager.resident == {}
+        with pytest.raises(OffloadError, match=r"data_ptr\(\) of 'inner.weight'"):
+            model(inputs())
+        with pytest.raises(OffloadError, match=r"code wrote to .inner.weight., of which it has a"):
+            model(inputs())
+
+
+def test_a_weight_that_is_logged_outside_of_the_model_is_borrowed_as_before():
+    model = Parts(lambda parts, x: vars(parts).update(met=parts.inner.weight) or parts.inner(x))
+    with attached(model) as manager:
+        model(inputs())
+        with pytest.raises(OffloadError, match=r"Take it of a copy: .clone\(\)"):
+            model.met.detach().numpy()
+        model(inputs())
+        assert isinstance(model.met, Handle) and manager.resident == {}
+
+
 # ---- what is written ----
 
 
