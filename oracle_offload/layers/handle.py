@@ -976,8 +976,8 @@ _edge: Any = super(Function, _Edge).apply
 class Readable(Borrower):
     """A leaf whose weights anybody may read while the model computes: the answer is a handle."""
 
-    # By name: the handle, the version of its master, and the graph that it is a node of.
-    _answers: dict[str, tuple[Tensor, Masters, Any]] | None = None
+    # By name and micro-batch: the handle, its masters, and the graph that it is a node of.
+    _answers: dict[tuple[str, int], tuple[Tensor, Masters, Any]] | None = None
     copies: list[weakref.ref[_Copy]]  # those that were read where code wants memory
     lost = ""  # the name of a tensor, to a copy of which code has written
 
@@ -1039,7 +1039,8 @@ class Readable(Borrower):
         if trains:  # all reads in a graph share one node, as those of the Parameter do
             graph = self._graph()
         answers = self._answers = self._answers or {}
-        found, masters, known = answers.get(name, (None, None, None))
+        key = name, _micro_batch()
+        found, masters, known = answers.get(key, (None, None, None))
         if (
             found is not None
             and masters is self.masters
@@ -1061,7 +1062,8 @@ class Readable(Borrower):
         if isinstance(made, _Copy):
             made.watch(self, place)
         else:
-            answers[name] = made, self.masters, graph
+            self._answers = {k: v for k, v in answers.items() if k[0] != name or v[2] == graph}
+            self._answers[key] = made, self.masters, graph
         return made
 
     def _graph(self) -> tuple[int, int]:
@@ -1079,12 +1081,18 @@ class Readable(Borrower):
             made = trained(master, self, handle)
         (place,) = _state(handle).value.places
         self._answers = self._answers or {}
-        self._answers[self.names[place]] = made, self.masters, graph
+        self._answers[self.names[place], _micro_batch()] = made, self.masters, graph
 
     def forget_masters(self) -> None:
         """Let go of the tensors, so that their memory can go; they are current no more."""
         super().forget_masters()
         self._answers = None
+
+
+def _micro_batch() -> int:
+    """Return what tells forwards apart that take turns in this thread: each has its own graph."""
+    library = sys.modules.get("greenlet")
+    return 0 if library is None else id(library.getcurrent())
 
 
 # ---- under dispatch modes ----

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import re
 import sys
 import threading
 import weakref
@@ -29,6 +31,7 @@ _CALL = nn.Module._call_impl.__code__
 # Of a frame that computes with its `self`. Not `forward`, which is called by these, nor `__call__`,
 # as pipelines have: what is read of a frame's variables keeps what they hold, up to Python 3.12.
 _CALLS = frozenset({nn.Module.__call__.__name__, *ENTRY_METHODS} - {"forward", "__call__"})
+_OTHER_CALLS = re.compile(r"forward_.*|generate|get_\w+_features|(encode|decode)_.*")
 _graph_task = torch._C._current_graph_task_id
 # Each yields the innermost frames of calls that have been set aside: no thread is in them now.
 frames_aside: list[Callable[[], Iterable[FrameType]]] = []
@@ -89,8 +92,9 @@ class Structure:
             return True
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
-            if frame.f_code.co_name in _CALLS:
-                called = frame.f_locals.get("self")
+            code = frame.f_code
+            if _is_call(code.co_name) and code.co_argcount:
+                called = frame.f_locals.get(code.co_varnames[0])
                 if isinstance(called, nn.Module) and self.contains(called):
                     return True
             frame = frame.f_back
@@ -159,6 +163,11 @@ class Structure:
                     told()
                 self.changed = is_due
                 attachment.pieces.give_back()
+
+
+@functools.cache
+def _is_call(name: str) -> bool:
+    return name in _CALLS or _OTHER_CALLS.fullmatch(name) is not None
 
 
 def _calls_begun() -> Iterator[nn.Module]:

@@ -373,6 +373,35 @@ def test_outside_of_forwards_and_backwards_a_weight_is_the_parameter():
     assert model[0].weight is own
 
 
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def encode_text(this, x):
+        this.met = type(this.inner.weight)
+        return F.linear(x, this.inner.weight)
+
+    def generate(self, x):
+        return self.encode_text(x)
+
+    def get_text_features(self, x):
+        self.met = type(self.inner.weight)
+        return F.linear(x, self.inner.weight)
+
+
+@pytest.mark.parametrize("method", ["encode_text", "get_text_features", "generate"])
+def test_other_methods_that_compute_read_what_is_on_the_device(device, method):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Encoder().requires_grad_(False))
+    with attached(managed, device) as manager:
+        assert manager.resident == {}
+        assert_models_agree(
+            managed, resident, lambda m: [getattr(m, method)(inputs(device))], device=device
+        )
+        assert managed.met is Handle
+
+
 def test_a_loss_computes_with_the_weight_of_a_head(device):
     """Outside of the model's forward, where it says so."""
     torch.manual_seed(0)

@@ -763,6 +763,21 @@ def test_a_frozen_weight_that_forwards_write_is_refused(by_data, monkeypatch):
     refused(f"the forward writes to {which}", model, loss_of)
 
 
+def test_a_trained_weight_that_is_read_has_a_node_for_each_micro_batch(device, monkeypatch):
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+
+    class Reads(Block):
+        def forward(self, x):
+            y = torch.nn.functional.linear(x, self.lora_a.weight)
+            y = self.lora_b(y.tanh() + torch.nn.functional.linear(x.cos(), self.lora_a.weight))
+            return x + self.down(torch.tanh(self.up(y)))
+
+    model = net(full=True)
+    for block in model.blocks:
+        block.__class__ = Reads
+    is_equal_to_reference(model, device, loss_of)
+
+
 def test_a_buffer_is_found_though_another_model_has_one_of_its_name():
     models = [net(), net()]
     for model in models:
