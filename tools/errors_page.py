@@ -484,6 +484,10 @@ NOTES: dict[str, dict[str, str]] = {
         ),
     },
     "Lending to a module's forward": {
+        "was kept since it was read, and written meanwhile": (
+            "Code kept `layer.weight` from an earlier forward, on the module say, and an optimizer "
+            "or a load has written the weight since. Read `layer.weight` where it is used."
+        ),
         "two weights that share memory there": (
             "On a resident model `a.weight.data = b.weight.data` ties the two. Tie them before "
             "`attach`, or copy."

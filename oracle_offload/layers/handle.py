@@ -41,7 +41,7 @@ from .._core import BACKWARD, Taken
 from ..engine.exemption import exempt
 from ..engine.geometry import count_writes, tensor_bytes
 from ..engine.operators import note_autocast, operator_of, run_in_mode, tensors_in
-from ..errors import NoRoomError, OffloadError
+from ..errors import NoRoomError, OffloadError, StaleWeightsError
 from .gradients import landing, note_backward, note_trainable
 from .leaf import Masters, Tensors, version_of
 from .loan import Borrower, forward_kind, once_differentiable
@@ -744,7 +744,16 @@ def _check(layer: Borrower, states: Sequence[_State]) -> None:
         if not places:
             continue
         version = sum(each.versions[place] for place in places)
-        layer.check_unchanged([layer.names[place] for place in places], each.masters, version)
+        names = [layer.names[place] for place in places]
+        try:
+            layer.check_unchanged(names, each.masters, version)
+        except StaleWeightsError as error:
+            if _graph_task() != -1:
+                raise
+            raise StaleWeightsError(
+                f"'{each.name()}' was kept since it was read, and written meanwhile outside of the "
+                "model's code; read it from its module anew in each forward."
+            ) from error
 
 
 def _beside(layer: Borrower) -> Tensors:

@@ -450,6 +450,20 @@ def test_a_write_between_forward_and_backward_is_refused():
             y.sum().backward()
 
 
+def test_a_weight_that_was_kept_and_written_outside_is_to_be_read_anew():
+    def compute(parts, x):
+        if not hasattr(parts, "kept"):
+            vars(parts)["kept"] = parts.inner.weight
+        return F.linear(x, parts.kept)
+
+    model = Parts(compute).requires_grad_(False)
+    with attached(model), torch.no_grad():
+        model(inputs())
+        model.inner.weight.add_(1)
+        with pytest.raises(StaleWeightsError, match=r"'inner.weight' was kept since it was read"):
+            model(inputs())
+
+
 def test_nothing_that_was_read_keeps_a_model():
     model = Parts(linear)
     with attached(model):
