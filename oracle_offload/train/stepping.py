@@ -61,10 +61,6 @@ _NOT_KEPT = (
 )
 
 
-class _Refused(OffloadError):
-    """A class of optimizers is refused in the midst of its trial."""
-
-
 def stream_optimizer(optimizer: Any) -> Any:
     """Let an optimizer step managed weights on the device, with its states on the host.
 
@@ -340,13 +336,13 @@ def _try(optimizer: Any, kind: Any, device: torch.device, managed: Container[int
         for together in (True, False):
             found.append(_trial(optimizer, kind, groups, steps, together))
             if not _same(before, generators.now()):
-                raise _Refused(
+                raise OffloadError(
                     f"{kind.__name__} cannot be streamed: its step draws random numbers, which "
                     "would be others by batches. Its step runs on the host, as without "
                     "stream_optimizer."
                 )
-    except _Refused as refused:
-        raise OffloadError(*refused.args) from None
+    except OffloadError:
+        raise
     except Exception as error:
         raise OffloadError(
             f"{kind.__name__} cannot be streamed: stepping small Parameters "
@@ -409,7 +405,7 @@ def _refuse_written_options(kind: Any, before: Any, now: Any) -> None:
     for group, own in zip(before, now, strict=True):
         for name in (group.keys() | own.keys()) - {"params"}:
             if not (name in group and name in own and _same(group[name], own[name])):
-                raise _Refused(
+                raise OffloadError(
                     f"{kind.__name__} cannot be streamed: its step changes the option {name!r} of "
                     "a group, which is lost between batches. Its step runs on the host, as without "
                     "stream_optimizer."
@@ -467,7 +463,7 @@ class _Keeps:
             changed = not _same(before.get(name), now.get(name))
             # A mark of the first step is well: the trial shows that it may be missing later.
             if changed and not (self._is_first and type(now.get(name)) is bool):
-                raise _Refused(
+                raise OffloadError(
                     f"{self._kind.__name__} cannot be streamed: its step changes the attribute "
                     f"{name!r}, which is lost between batches. Only what lies in `state` is kept; "
                     "its step runs on the host, as without stream_optimizer."
@@ -489,7 +485,7 @@ class _Keeps:
         if value is None or type(value) in (bool, int, float, complex, str, bytes):
             return "nan" if value != value else value
         if isinstance(value, Optimizer) or id(value) in self._own:
-            raise _Refused(
+            raise OffloadError(
                 f"{self._kind.__name__} cannot be streamed: its attribute {name!r} holds "
                 "Parameters or another optimizer, which its step would change where they are. Its "
                 "step runs on the host, as without stream_optimizer."
