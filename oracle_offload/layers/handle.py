@@ -751,8 +751,8 @@ def _check(layer: Borrower, states: Sequence[_State]) -> None:
             if _graph_task() != -1:
                 raise
             raise StaleWeightsError(
-                f"'{each.name()}' was kept since it was read, and written meanwhile outside of the "
-                "model's code; read it from its module anew in each forward."
+                f"'{each.name()}' was kept since it was read, and written meanwhile, or given "
+                "other data; read it from its module anew where it is used."
             ) from error
 
 
