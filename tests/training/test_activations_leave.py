@@ -664,6 +664,18 @@ def test_what_it_says(device):
     assert not open_states()
 
 
+def test_what_compiled_code_saves_at_its_boundary_leaves(device, manage):
+    torch.compiler.reset()
+    expected = losses(torch.compile(Model().to(device), backend="aot_eager"), device)
+    model = Model()
+    with manage(model, device):
+        compiled = torch.compile(model, backend="aot_eager")
+        with offload_activations(compiled, LEAST, device_budget=2 * LEAST) as offload:
+            assert_same(losses(compiled, device), expected)
+            assert offload.counts.left >= 24 and offload.counts.returned >= 12, offload.counts
+    torch.compiler.reset()
+
+
 def test_the_summary_and_a_recording_have_rows_of_it():
     model = Model()
     with (
