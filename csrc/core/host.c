@@ -46,7 +46,7 @@ static int oo__host_take(struct oo_host **host, void *pages) {
 
 enum oo_status oo_host_create(size_t bytes, struct oo_host **out) {
     const enum oo_status status = oo__host_record(bytes, out);
-    if (status != OO_OK)
+    if (!*out)
         return status;
     if (!oo__host_take(out, oo__pages_map((*out)->mapped_bytes)))
         return oo__fail(OO_E_MEMORY, "the system has no %.3f GiB of memory left for weights",
@@ -56,7 +56,7 @@ enum oo_status oo_host_create(size_t bytes, struct oo_host **out) {
 
 enum oo_status oo_host_create_shared(size_t bytes, int file, uint64_t begin, struct oo_host **out) {
     const enum oo_status status = oo__host_record(bytes, out);
-    if (status != OO_OK)
+    if (!*out)
         return status;
     if (!oo__host_take(out, oo__pages_map_shared((*out)->mapped_bytes, file, begin)))
         return oo__fail(OO_E_STATE, "the system does not map %zu bytes of shared memory: %s", bytes,

@@ -218,6 +218,8 @@ class Gradients:
         What is on its way to the same place has to be there first, and from now on nothing is sent
         there by other graph tasks: see `_finish_others`.
         """
+        if not self._state.listeners:  # the model is detached, and its landing not collected yet
+            return
         master: Tensor = node.next_functions[0][0].variable
         with self._state.gradients_lock:
             late = self._late()
