@@ -388,6 +388,11 @@ class Gradients:
             self._shared = _Piece(shared.buffer, begin, shared.nbytes - size, is_small=True)
             return _Piece(shared.buffer, shared.offset, size, is_small=True)
 
+    @property
+    def locked_bytes(self) -> int:
+        """Page-locked host memory for gradients, in use or free."""
+        return self._pool.nbytes
+
     def give_back_all(self) -> None:
         """Unlock all of it; gradients that are there keep their memory, as ordinary memory."""
         with self._state.lock:

@@ -54,7 +54,8 @@ def host_bytes(manager):
     gc.collect()
     locked = sum(buffer.nbytes for buffer in manager.attachment.buffers if buffer.locked)
     pageable = manager.state.engine.stats()["pageable_bytes"]
-    return locked, pageable, _core.live()["buffer_bytes"] - _of_others[0]
+    of_gradients = manager.attachment.gradients.locked_bytes
+    return locked, pageable, _core.live()["buffer_bytes"] - of_gradients - _of_others[0]
 
 
 def agree(managed, resident, witness):
