@@ -43,9 +43,9 @@ def test_names_are_read_through_imports_functions_and_lookups() -> None:
     assert sorted(set(found)) == [
         ("_four", False),
         ("torch._C", False),
+        ("torch._C.DispatchKey", False),
         ("torch._C._autograd", False),
         ("torch._C._autograd._two", False),
-        ("torch._C.DispatchKey", False),
         ("torch._subclasses.fake_tensor.FakeTensorMode", False),
         ("torch.utils.checkpoint._three", True),
         ("transformers._one", False),

@@ -617,7 +617,7 @@ def test_on_a_terminal_the_view_is_drawn_over_until_the_training_ends(
 
     monkeypatch.setattr(command, "Sensors", Card)
     arguments = SimpleNamespace(pid=None, once=False, json=False)
-    assert command.run(arguments, 0, 1) == 0
+    assert command.run(arguments) == 0
     captured = capsys.readouterr()
     assert captured.out.count("\x1b[H\x1b[J") == 3 and looks == [1.0] * 3
     assert "the training has ended" in captured.err
@@ -663,7 +663,7 @@ def test_it_looks_again_on_a_terminal_or_for_json_and_draws_over_text_alone(
     monkeypatch.setattr(command.time, "sleep", sleep)
     monkeypatch.setattr(command, "Sensors", sensors)
     arguments = SimpleNamespace(**{"pid": None, "once": False, "json": False, **options})
-    assert command.run(arguments, 0, 1) == 0
+    assert command.run(arguments) == 0
     captured = capsys.readouterr()
     assert len(waits) == (3 if looks == 3 else 0) and asked == ["GPU-1"]
     assert captured.out.count("\x1b[H\x1b[J") == (3 if drawn else 0)
@@ -680,7 +680,7 @@ def test_where_nobody_trains_it_says_when_there_is_something_to_see(tmp_path, mo
     from oracle_offload.commands import watch as command
 
     monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
-    assert command.run(SimpleNamespace(pid=None, once=False, json=True), 0, 1) == 1
+    assert command.run(SimpleNamespace(pid=None, once=False, json=True)) == 1
     assert capsys.readouterr().err == (
         f"no training has a heartbeat in {tmp_path}: it begins with the first optimizer step "
         "after attach(), where ORACLE_OFFLOAD_HEARTBEAT is not 0\n"
@@ -688,11 +688,11 @@ def test_where_nobody_trains_it_says_when_there_is_something_to_see(tmp_path, mo
     for once, code in ((True, 1), (False, 0)):
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
         monkeypatch.setenv("TERM", "xterm")
-        assert command.run(SimpleNamespace(pid=1 << 30, once=once, json=False), 0, 1) == code
+        assert command.run(SimpleNamespace(pid=1 << 30, once=once, json=False)) == code
         said = capsys.readouterr().err
         assert said.startswith("cannot read " if once else "the training has ended")
     (tmp_path / "heartbeat-5.json").write_text("{")
-    assert command.run(SimpleNamespace(pid=None, once=False, json=True), 0, 1) == 1
+    assert command.run(SimpleNamespace(pid=None, once=False, json=True)) == 1
     assert "heartbeat-5.json" in capsys.readouterr().err
 
 
@@ -727,7 +727,7 @@ def test_one_refused_look_is_passed_over(heart, monkeypatch, capsys, refusals):
     monkeypatch.setattr(command, "read", read)
     monkeypatch.setattr(command.time, "sleep", waits.append)
     arguments = SimpleNamespace(pid=os.getpid(), once=True, json=False)
-    code = command.run(arguments, 0, 1)
+    code = command.run(arguments)
     captured = capsys.readouterr()
     if refusals == 1:
         assert code == 0 and captured.out.startswith(f"process {os.getpid()}\n")
@@ -751,7 +751,7 @@ def test_looks_refused_now_and_then_end_nothing(heart, monkeypatch, capsys):
     monkeypatch.setattr(command, "read", read)
     monkeypatch.setattr(command.time, "sleep", lambda seconds: None)
     arguments = SimpleNamespace(pid=None, once=False, json=True)
-    assert command.run(arguments, 0, 1) == 0
+    assert command.run(arguments) == 0
     assert len(looks) == 6 and capsys.readouterr().out.count("\n") == 3
 
 
@@ -762,7 +762,7 @@ def test_a_look_that_cannot_be_written_is_said(as_json, heart, monkeypatch, caps
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         arguments = SimpleNamespace(pid=os.getpid(), once=True, json=as_json)
-        code = watching.run(arguments, 0, 1)
+        code = watching.run(arguments)
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             full.close()
