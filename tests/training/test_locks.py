@@ -21,7 +21,7 @@ from oracle_offload.engine.locks import Lock
 from oracle_offload.model import arena, attachment, masters, selection
 from oracle_offload.model.witness import Witness
 
-LINES = ("turn", "structure", "watch", "activations", "device", "registry", "engine")
+LINES = ("turn", "structure", "watch", "activations", "gradients", "device", "registry", "engine")
 ROUNDS = 3
 LIMIT_S = 120.0
 
