@@ -5,13 +5,12 @@ A thread may wait for a lock only while it holds none from the same line on:
 1. ``turn``, one per module whose weights are lent to its own forward: which thread computes there.
    It is held for as long as that forward runs, which takes the others as it needs them.
 2. ``structure``, one per model: one thread looks again at a model that changed.
-3. ``watch``, one per model: whether the next forward is watched, and what stands before it.
-4. ``activations``, one per offloader of activations: what has left, and what is on its way.
-5. ``gradients``, one per device: what graph tasks have on its way to the host.
-6. ``device``, one per device: stamps, segments and listeners of its `DeviceState`, and the arenas,
+3. ``activations``, one per offloader of activations: what has left, and what is on its way.
+4. ``gradients``, one per device: what graph tasks have on its way to the host.
+5. ``device``, one per device: stamps, segments and listeners of its `DeviceState`, and the arenas,
    layers and pieces of the models that are attached there.
-7. ``registry``, one: which device has an engine.
-8. The mutex of an engine, in C. Only the lock of a master that engines share is taken under it, or
+6. ``registry``, one: which device has an engine.
+7. The mutex of an engine, in C. Only the lock of a master that engines share is taken under it, or
    that of the engine's copy threads, which take no other.
 
 A lock that this thread holds may be taken again. Modules whose forwards call one another take
@@ -49,7 +48,7 @@ class Lock(_thread.RLock):  # type: ignore[misc] # the interpreter allows it
     Parameters
     ----------
     line : str
-        ``"turn"``, ``"structure"``, ``"watch"``, ``"activations"``, ``"gradients"``,
+        ``"turn"``, ``"structure"``, ``"activations"``, ``"gradients"``,
         ``"device"`` or ``"registry"``.
     """
 
