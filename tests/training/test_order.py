@@ -519,7 +519,7 @@ def test_what_is_no_document_of_ours_says_so(path, text, reason):
     [
         (b"", True),
         (b'{"sche', True),
-        (b'{"schema": "oracle_offload/model/order/', True),
+        (b'{"schema": "oracle_offload/order/', True),
         (b'{"schema": "oracle_offload/order/1", "f', True),
         (b'{"schema": "oracle_offload/order/27"}', True),
         (b'{"schema": "oracle_offload/sizes/1"}', False),
