@@ -106,8 +106,8 @@ def run(model: str, size: int, card: Card, mode: str) -> dict[str, Any]:
     peak = [0]
     with opened(torch.device("cpu")) as state:
         engine, stream = state.engine, state.stream()
-        model = nn.Identity()  # an offload ends with its model
-        offload = ActivationOffload(model, state, 1 << 20, room, 1 << 62, lambda n: True)
+        owner = nn.Identity()  # an offload ends with its model
+        offload = ActivationOffload(owner, state, 1 << 20, room, 1 << 62, lambda n: True)
         lease, added = engine.add_lease(), engine.add_model()
         address = np.frombuffer(space, "b").ctypes.data
         engine.add_segment(lease, -(-address // 256) * 256, capacity, stream)
