@@ -264,7 +264,7 @@ def test_what_torch_holds_for_nobody_counts_as_free(sim, monkeypatch):
     shape.memory_bytes = 6 << 20
     sim.set_device(0, shape)
     model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(16)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.requires_grad_(False).parameters(), lr=0.0)
     for cached in (0, 512 << 10):
         with (
             attached(model, vram_budget="auto") as manager,
@@ -279,7 +279,7 @@ def test_what_torch_holds_for_nobody_counts_as_free(sim, monkeypatch):
                 devices.Simulated, "release_cached", lambda kind, held=held: held.close()
             )
             assert manager.state.free_bytes() == free == (4 << 20)
-            model(torch.ones(1, 512)).sum().backward()
+            model(torch.ones(1, 512, requires_grad=True)).sum().backward()
             optimizer.step()
             assert manager.attachment.arena.capacity_bytes == int(0.95 * (6 << 20)) // 256 * 256
 

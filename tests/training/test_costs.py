@@ -48,6 +48,7 @@ def test_simulated_time_is_of_the_operations_that_torch_counts(build, shape, dty
 
         def train(trains_weight, x_needs):
             asked.clear()
+            model.zero_grad()  # to add to a gradient takes time as well
             model[0].weight.requires_grad_(trains_weight)
             model[0](x.detach().requires_grad_(x_needs)).sum().backward()
             return asked[:]
