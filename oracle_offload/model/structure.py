@@ -205,8 +205,10 @@ def _registered(parent: nn.Module, before: Any, now: Any) -> None:
 
 
 def _settle_first(module: nn.Module, args: Any) -> None:
+    # torch.compile's module is about to trace the calls of those below it, which cannot settle.
+    traced = module.modules() if "_orig_mod" in module._modules else ()
     for structure in list(_attached):
-        if structure.contains(module):
+        if structure.contains(module) or any(part is structure.module for part in traced):
             structure.settle(module)
     if not any(structure.changed for structure in list(_attached)):
         while _settle_hooks:
