@@ -171,6 +171,18 @@ class Borrower(Leaf):
         what = what or ("forward" if _graph_task() == -1 else "forward again")
         return profiler.record_function(f"{self.name} ({what})")
 
+    def adopt(self, *, lasting: bool = False) -> bool:
+        """Follow what stands in the places of the masters now; see `Leaf.adopt`.
+
+        Raises
+        ------
+        OffloadError
+            That is what ``torch.export`` puts there.
+        """
+        if is_exporting():
+            refuse_tracing("torch.export")
+        return super().adopt(lasting=lasting)
+
     def look_again(self) -> None:
         """Before a use: see to what was added to the model since.
 
