@@ -442,10 +442,11 @@ static void a_trip_that_fails_leaves_nothing(void) {
         int back, recovers;
     } cases[] = {
         {"cuStreamIsCapturing", 1, 0, 0}, {"cuEventRecord", 1, 0, 0},
-        {"cuStreamWaitEvent", 1, 0, 0},   {"cuMemcpyDtoHAsync", 1, 0, 1},
-        {"cuEventRecord", 3, 0, 1},       {"cuEventRecord", 1, 1, 0},
-        {"cuStreamWaitEvent", 1, 1, 0},   {"cuStreamWaitEvent", 2, 1, 0},
-        {"cuMemcpyHtoDAsync", 1, 1, 1},   {"cuEventRecord", 2, 1, 1},
+        {"cuStreamWaitEvent", 1, 0, 0},   {"cuEventRecord", 2, 0, 0},
+        {"cuMemcpyDtoHAsync", 1, 0, 1},   {"cuEventRecord", 3, 0, 1},
+        {"cuEventRecord", 1, 1, 0},       {"cuStreamWaitEvent", 1, 1, 0},
+        {"cuStreamWaitEvent", 2, 1, 0},   {"cuMemcpyHtoDAsync", 1, 1, 1},
+        {"cuEventRecord", 2, 1, 1},
     };
     for (unsigned i = 0; i < CHECK_COUNT(cases); i++) {
         struct trips t;
