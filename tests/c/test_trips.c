@@ -533,35 +533,39 @@ static void a_part_of_what_is_lent_may_go_by_itself(void) {
     world_close(&w, "part");
 }
 
-/* Where even waiting fails, the lent memory is known until the next copy. */
+/* Where even waiting fails, the lent memory is known until the next copy, whichever way it goes. */
 static void what_a_failed_trip_left_is_ended_by_the_next(void) {
-    struct world w;
-    struct oo_host *host;
-    struct sim_live before, after;
-    static char bytes[4096];
-    uint64_t out = 0;
-    world_open(&w, 60000, -1);
-    need(oo_host_create(sizeof bytes, &host), "host");
-    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
-    sim.simGetLive(&before);
-    w.engine->spans.seen[OO_TRACE_D2H] = 1; /* none is measured */
-    sim.simFault("cuEventRecord", 2, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-    CHECK(oo_trip_out(w.engine, oo_host_address(host), (uintptr_t)bytes, sizeof bytes, w.stream,
-                      &out) == OO_E_DRIVER,
-          "no error");
-    sim.simFaultClear();
-    CHECK(w.engine->unfinished == (uintptr_t)bytes, "forgotten");
-    need(oo_trip_out(w.engine, oo_host_address(host), (uintptr_t)bytes, sizeof bytes, w.stream,
-                     &out),
-         "again");
-    CHECK(w.engine->unfinished == 0, "not ended");
-    need(oo_trip_end(w.engine, out), "end");
-    sim.simGetLive(&after);
-    CHECK(after.adopted_bytes == before.adopted_bytes, "stays lent");
-    need(oo_engine_unlock(w.engine, host), "unlock");
-    need(oo_host_destroy(host), "destroy");
-    world_close(&w, "unfinished");
+    for (int in = 0; in < 2; in++) {
+        struct world w;
+        struct oo_host *host;
+        struct sim_live before, after;
+        static char bytes[4096];
+        uint64_t ticket = 0;
+        world_open(&w, 60000, -1);
+        need(oo_host_create(sizeof bytes, &host), "host");
+        need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+        char *there = oo_host_address(host);
+        const uintptr_t here = (uintptr_t)bytes;
+        sim.simGetLive(&before);
+        w.engine->spans.seen[OO_TRACE_D2H] = 1; /* none is measured */
+        sim.simFault("cuEventRecord", 2, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        const enum oo_status status =
+            in ? oo_trip_in(w.engine, here, there, sizeof bytes, w.stream, &ticket)
+               : oo_trip_out(w.engine, there, here, sizeof bytes, w.stream, &ticket);
+        CHECK(status == OO_E_DRIVER, "no error");
+        sim.simFaultClear();
+        CHECK(w.engine->unfinished == here, "forgotten");
+        need(oo_trip_out(w.engine, there, here, sizeof bytes, w.stream, &ticket), "again");
+        CHECK(w.engine->unfinished == 0, "not ended");
+        need(oo_trip_end(w.engine, ticket), "end");
+        sim.simGetLive(&after);
+        CHECK(after.adopted_bytes == before.adopted_bytes, "stays lent");
+        check_no_reports(in ? "in, then out" : "out twice");
+        need(oo_engine_unlock(w.engine, host), "unlock");
+        need(oo_host_destroy(host), "destroy");
+        world_close(&w, "unfinished");
+    }
 }
 
 /* A join, or an end, that fails can be repeated. */
