@@ -588,9 +588,10 @@ static void an_end_that_fails_is_made_again(void) {
     }
 }
 
+/* Each with its copy's time alone: that back does not begin while the bytes leave. */
 static void trips_have_rows_in_the_timeline(void) {
     struct trips t;
-    struct oo_trace_row *rows;
+    struct oo_trace_row *rows, trip[OO_TRACE_KINDS];
     size_t count;
     unsigned seen[OO_TRACE_KINDS] = {0};
     trips_open(&t);
@@ -601,10 +602,14 @@ static void trips_have_rows_in_the_timeline(void) {
     end(&t, out);
     need(oo_trace_stop(t.w.engine, &rows, &count), "trace");
     for (size_t i = 0; i < count; i++)
-        if (rows[i].unit == OO_NO_UNIT && rows[i].bytes == BYTES)
+        if (rows[i].unit == OO_NO_UNIT && rows[i].bytes == BYTES) {
+            trip[rows[i].kind] = rows[i];
             seen[rows[i].kind]++;
+        }
     CHECK(seen[OO_TRACE_D2H] == 1 && seen[OO_TRACE_H2D] == 1, "rows: %u out, %u back",
           seen[OO_TRACE_D2H], seen[OO_TRACE_H2D]);
+    CHECK(trip[OO_TRACE_H2D].start_s >= trip[OO_TRACE_D2H].end_s, "back at %.9f s, gone at %.9f s",
+          trip[OO_TRACE_H2D].start_s, trip[OO_TRACE_D2H].end_s);
     oo_trace_free(rows);
     CHECK(stats_of(&t.w).h2d_timed_bytes == 0, "the plan takes it for a unit's copy");
     trips_close(&t, "timeline");
