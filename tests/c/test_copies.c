@@ -275,6 +275,31 @@ static void a_gradient_that_has_not_arrived_tells_nothing(void) {
     }
 }
 
+/* Whoever awaits a trip out knows that what its stream waited for before has ended. */
+static void a_trip_that_has_not_arrived_tells_nothing(void) {
+    static char bytes[512];
+    for (unsigned failed = 0; failed < 2; failed++) {
+        struct world w;
+        struct oo_host *host;
+        uint64_t out = 0;
+        open_one_by_one(&w);
+        need(oo_host_create(sizeof bytes, &host), "host");
+        need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+        touch(&w, 3, OO_FORWARD, w.stream);
+        need(oo_trip_out(w.engine, oo_host_address(host), (uintptr_t)bytes, sizeof bytes, w.stream,
+                         &out),
+             "out");
+        if (failed)
+            sim.simFault("cuEventQuery", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        CHECK(oo_trip_await(w.engine, out) == (failed ? OO_E_DRIVER : OO_OK), "%u: await", failed);
+        CHECK(hold_and_write(&w, 0) == failed, "%u: waited, or not", failed);
+        need(oo_trip_end(w.engine, out), "end");
+        need(oo_engine_unlock(w.engine, host), "unlock");
+        need(oo_host_destroy(host), "destroy");
+        world_close(&w, "trip");
+    }
+}
+
 /* A copy that failed half-way reads masters as well. */
 static void a_copy_that_failed_half_way_is_waited_for(void) {
     struct world w;
@@ -387,6 +412,7 @@ static const struct check_case cases[] = {
     CASE(a_copy_of_what_is_in_use_is_waited_for),
     CASE(a_wait_that_was_not_queued_tells_nothing),
     CASE(a_gradient_that_has_not_arrived_tells_nothing),
+    CASE(a_trip_that_has_not_arrived_tells_nothing),
     CASE(a_copy_that_failed_half_way_is_waited_for),
     CASE(only_what_the_device_reads_in_place_counts),
     CASE(the_copy_threads_copies_do_not_tell_of_others),
