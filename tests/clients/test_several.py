@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from oracle_offload.errors import OffloadError
 from oracle_offload.host import ranks as host_ranks
+from oracle_offload.model import sharing
 
 pytestmark = [
     pytest.mark.ci,
@@ -159,6 +160,14 @@ def test_what_is_wrong_before_anything_is_shared_is_heard_of_and_leaves_nothing_
         assert "what rank 1 of this machine was passed is not memory" in exchanged
         assert len(layouts) == 2
         assert all("has another layout than rank 0" in text for text in layouts)
+
+
+@pytest.mark.parametrize("seen_as", [torch.conj, torch._neg_view])
+def test_weights_are_compared_by_their_values_whatever_they_are_seen_as(seen_as):
+    stored = torch.tensor([1 + 2j, 3 - 1j])
+    given = seen_as(stored)
+    assert sharing._same(given, given.resolve_conj().resolve_neg())
+    assert not sharing._same(given, stored)
 
 
 @pytest.mark.parametrize("here", ["first", "other"])

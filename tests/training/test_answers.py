@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import oracle_offload
+from oracle_offload.engine import optimizer_states
 from oracle_offload.layers.swap import is_managed
 from oracle_offload.model import residents
 from oracle_offload.model.witness import Witness
@@ -350,6 +351,19 @@ def test_an_optimizers_state_goes_where_its_parameters_went(device, kind):
         return gradients(model), dict(model.named_parameters())
 
     assert_same(train(True), train(False))
+
+
+@pytest.mark.parametrize("counts", ["capturable", "fused", "foreach"])
+def test_steps_are_counted_on_the_device_where_the_optimizer_counts_there(counts):
+    """As torch brings them when a state dict is loaded."""
+    parameter = nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.param_groups[0][counts] = True
+    state = optimizer.state[parameter] = {"step": torch.ones(()), "mean": torch.zeros(2)}
+    optimizer_states.note_moved([parameter])
+    optimizer_states.follow(optimizer)
+    assert state["mean"].is_meta
+    assert state["step"].is_meta == (counts != "foreach")
 
 
 def test_generate_of_an_attached_decoder_is_the_residents(device):

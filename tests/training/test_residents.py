@@ -128,6 +128,19 @@ def test_what_is_there_already_is_not_copied():
     assert after == before
 
 
+def test_what_lies_among_the_masters_leaves_them_and_nothing_else_is_copied():
+    model = Mixed()
+    with attached(model, "cpu") as manager:
+        pieces = manager.attachment.pieces
+        given = model.linear.weight.detach()  # of a layer that was let go
+        left = nn.ParameterList([nn.Parameter(given, requires_grad=False)])
+        before = model.norm.weight.data_ptr()
+        move_residents([model.norm, left], torch.device("cpu"), pieces)
+        assert model.norm.weight.data_ptr() == before
+        assert pieces.at(given.data_ptr()) is not None and pieces.at(left[0].data_ptr()) is None
+        assert torch.equal(left[0], given)
+
+
 def test_what_several_modules_share_is_moved_once():
     one, other = nn.Linear(4, 4), nn.Linear(4, 4)
     shared = torch.zeros(3)
