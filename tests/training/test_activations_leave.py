@@ -281,9 +281,11 @@ class Writes(nn.Module):
 
 
 @pytest.mark.parametrize("least", [LEAST, 1 << 30], ids=["left", "stayed"])
-def test_a_write_in_place_raises_as_it_does_without(device, least, sim):
+def test_a_write_in_place_raises_as_it_does_without(device, least):
     model = Writes(least).to(device)
-    with offload_activations(model, least) as offload:
+    # So small a budget has the stream wait for the copy at once. Else the write races with it, and
+    # nobody would see that: backward refuses the bytes.
+    with offload_activations(model, least, device_budget=1) as offload:
         z = model(batch(device)).sum()
         assert (offload.counts.left > 0) == (least == LEAST)
         with torch.no_grad():
@@ -292,11 +294,8 @@ def test_a_write_in_place_raises_as_it_does_without(device, least, sim):
             z.backward()
         model.written = None
         del z
-        gc.collect()
-    gc.collect()  # what the error held until now
-    # The copy may have read what was written since. Nobody sees it: backward has refused it.
-    assert all("device-to-host copy" in text for text in sim.reports())
-    sim.clear_reports()
+    batch(device).sum().backward()  # torch's thread of a card has let go of the error behind this
+    gc.collect()
 
 
 class WritesUnseen(nn.Module):
