@@ -143,6 +143,8 @@ class DeviceState:
         self.openings = 0  # attaches under way; the registry's lock protects it
         # By graph task, the gradients on their way: see `oracle_offload.layers.gradients`.
         self.late: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # Of trips that the driver has failed to end: the ticket, and what keeps the memory.
+        self.unended: list[tuple[int, object]] = []
         self.gradients_lock = Lock("gradients")  # protects those
         # What stands for trained masters in graphs, by their `id`: see `gradients.landing`.
         self.landings: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()

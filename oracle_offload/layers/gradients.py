@@ -79,6 +79,9 @@ class Late:
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
+        while state.unended:
+            state.engine.trip_end(state.unended[-1][0])
+            state.unended.pop()
         self.is_watched = any(map(_is_watched, _landed_on(state)))
         self._flights: dict[int, _Flight] = {}  # by the `id` of the master; the latest is the last
         self._leaving: dict[int, tuple[Tensor, int]] = {}  # on the device still, by the ticket
@@ -98,14 +101,14 @@ class Late:
         self._leaving[ticket] = source, nbytes
         self._leaving_bytes += nbytes
         if before is not None:
-            _, left = self._leaving.pop(before.ticket, (None, 0))
+            held, left = self._leaving.pop(before.ticket, (None, 0))
             self._leaving_bytes -= left
-            engine.trip_end(before.ticket)
+            _end(self._state, before.ticket, held)
         while self._leaving_bytes > MOST_LEAVING and len(self._leaving) > 1:
-            oldest = next(iter(self._leaving))
-            _, left = self._leaving.pop(oldest)
-            self._leaving_bytes -= left
+            oldest, (_, left) = next(iter(self._leaving.items()))
             engine.trip_join(oldest, stream)
+            del self._leaving[oldest]
+            self._leaving_bytes -= left
 
     def finish(self) -> None:
         """Wait, and set ``.grad`` of all masters."""
@@ -116,11 +119,11 @@ class Late:
         try:
             engine.trip_await(flights[-1].ticket)  # they arrive one after the other
         finally:
-            self._leaving.clear()
-            self._leaving_bytes = 0
-            for flight in flights:
-                with contextlib.suppress(OffloadError):
-                    engine.trip_end(flight.ticket)
+            leaving, self._leaving, self._leaving_bytes = self._leaving, {}, 0
+            with contextlib.ExitStack() as ends:  # all of them, whichever fails
+                for flight in flights:
+                    held = leaving.get(flight.ticket)
+                    ends.callback(_end, self._state, flight.ticket, held)
         for flight in flights:
             self._show(flight)
 
@@ -142,7 +145,16 @@ class Late:
                 engine.trip_await(flights[-1].ticket)
         for flight in flights:
             with contextlib.suppress(Exception):
-                engine.trip_end(flight.ticket)
+                _end(self._state, flight.ticket, self._leaving.get(flight.ticket))
+
+
+def _end(state: DeviceState, ticket: int, held: object) -> None:
+    """End a trip. Where the driver fails, `held` stays: a copy may still use that memory."""
+    try:
+        state.engine.trip_end(ticket)
+    except OffloadError:
+        state.unended.append((ticket, held))
+        raise
 
 
 class Gradients:
@@ -292,8 +304,7 @@ class Gradients:
             coming = state.engine.trip_in(there.data_ptr(), running.data_ptr(), nbytes, stream)
         else:
             coming = state.engine.trip_back(flight.ticket, there.data_ptr(), stream)
-        state.engine.trip_join(coming, stream)
-        state.engine.trip_end(coming)
+        _end(state, coming, there)
         there.add_(gradient)
         if state.simulated:
             state.time.pending_kernel_s += state.time.kernel_seconds(0.0, 3 * nbytes, there.dtype)

@@ -12,6 +12,8 @@ from equality import assert_same, attached, gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from oracle_offload import DriverError
+from oracle_offload.engine import simulator
 from oracle_offload.layers import gradients as module
 from oracle_offload.model.witness import Witness
 
@@ -341,6 +343,30 @@ def test_a_backward_that_raises_sets_no_gradient_and_the_next_one_is_whole(devic
         for model in (managed, resident):
             backward(model, 1, device)
         assert_same(gradients(managed), gradients(resident))
+
+
+def test_a_trip_whose_end_fails_is_told_of_and_ended_by_the_next_backward():
+    """Else its memory would be torch's again while a copy may read it, and the record stay."""
+    managed, resident = pair("cpu")
+    call, kept = "cuStreamWaitEvent", 0
+    with attached(managed, "cpu") as manager:
+        backward(managed, 0, "cpu")
+        before = simulator.call_count(call)
+        backward(managed, 0, "cpu")
+        for nth in range(1, simulator.call_count(call) - before + 1):
+            managed.zero_grad()
+            simulator.set_fault(call, nth, 701)
+            with contextlib.suppress(DriverError):
+                backward(managed, 0, "cpu")
+                assert not manager.state.unended, "nobody was told"
+            simulator.clear_faults()
+            kept += len(manager.state.unended)
+            for model in (managed, resident):
+                model.zero_grad()
+                backward(model, 1, "cpu")
+            assert not manager.state.unended
+            assert_same(gradients(managed), gradients(resident))
+    assert kept
 
 
 @pytest.mark.parametrize("writes", ["between", "steps"])
