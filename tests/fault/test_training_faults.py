@@ -261,7 +261,9 @@ def life(fault: Fault) -> None:
         assert not errors and stats["lock_refusals"], "a refusal is no error"
         # Later, the rings make room for a second try.
         assert stats["pageable_bytes"] or (fault.nth > 1 and not fault.lasting)
-        assert len([text for text in log.texts if "page-lock" in text]) == 1, log.texts
+        told = [text for text in log.texts if "page-lock" in text]
+        # The second is of gradients' memory: what is refused once, to them alone, is counted.
+        assert len(told) == (fault.nth != 2 or fault.lasting), log.texts
     manager = run = None
     gc.collect()
     if fault.lasting:  # detach has left to the next attach what a lasting fault kept it from
