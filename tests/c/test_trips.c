@@ -533,9 +533,16 @@ static void a_part_of_what_is_lent_may_go_by_itself(void) {
     world_close(&w, "part");
 }
 
-/* Where even waiting fails, the lent memory is known until the next copy, whichever way it goes. */
+/* Where even waiting fails, or giving back, the lent memory is known until the next copy, whichever
+ * way it goes. */
 static void what_a_failed_trip_left_is_ended_by_the_next(void) {
-    for (int in = 0; in < 2; in++) {
+    static const struct {
+        const char *where, *fails_too;
+        int in;
+    } ways[] = {{"out twice", "cuStreamSynchronize", 0},
+                {"in, then out", "cuStreamSynchronize", 1},
+                {"not given back", "simDrop", 0}};
+    for (unsigned i = 0; i < CHECK_COUNT(ways); i++) {
         struct world w;
         struct oo_host *host;
         struct sim_live before, after;
@@ -549,22 +556,22 @@ static void what_a_failed_trip_left_is_ended_by_the_next(void) {
         sim.simGetLive(&before);
         w.engine->spans.seen[OO_TRACE_D2H] = 1; /* none is measured */
         sim.simFault("cuEventRecord", 2, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-        sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        sim.simFault(ways[i].fails_too, 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         const enum oo_status status =
-            in ? oo_trip_in(w.engine, here, there, sizeof bytes, w.stream, &ticket)
-               : oo_trip_out(w.engine, there, here, sizeof bytes, w.stream, &ticket);
+            ways[i].in ? oo_trip_in(w.engine, here, there, sizeof bytes, w.stream, &ticket)
+                       : oo_trip_out(w.engine, there, here, sizeof bytes, w.stream, &ticket);
         CHECK(status == OO_E_DRIVER, "no error");
         sim.simFaultClear();
-        CHECK(w.engine->unfinished == here, "forgotten");
+        CHECK(w.engine->unfinished == here, "%s: forgotten", ways[i].where);
         need(oo_trip_out(w.engine, there, here, sizeof bytes, w.stream, &ticket), "again");
-        CHECK(w.engine->unfinished == 0, "not ended");
+        CHECK(w.engine->unfinished == 0, "%s: not ended", ways[i].where);
         need(oo_trip_end(w.engine, ticket), "end");
         sim.simGetLive(&after);
         CHECK(after.adopted_bytes == before.adopted_bytes, "stays lent");
-        check_no_reports(in ? "in, then out" : "out twice");
+        check_no_reports(ways[i].where);
         need(oo_engine_unlock(w.engine, host), "unlock");
         need(oo_host_destroy(host), "destroy");
-        world_close(&w, "unfinished");
+        world_close(&w, ways[i].where);
     }
 }
 
