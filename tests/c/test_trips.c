@@ -89,7 +89,9 @@ static void nobody_waits_and_nothing_races(void) {
             kernel(t.w.stream, t.there, BYTES, 0, 1e-6);
             CHECK(memcmp(t.there, t.pattern, BYTES) == 0, "wrong bytes came back");
             end(&t, back);
+            const uint64_t queued = sim.simCallCount("cuStreamWaitEvent");
             end(&t, out);
+            CHECK(sim.simCallCount("cuStreamWaitEvent") == queued, "joined once more");
         }
         const struct oo_stats after = stats_of(&t.w);
         CHECK(after.host_waits == before.host_waits, "waited");
@@ -366,6 +368,19 @@ static void host_memory_is_used_again_at_once(void) {
     need(oo_trip_await(t.w.engine, second), "await");
     end(&t, second);
     end(&t, late);
+    /* Its record may be that of another trip out by then, which has a copy back of its own. */
+    compute(&t, t.w.stream);
+    const uint64_t gone = leave(&t, t.w.stream), of_gone = come_back(&t, gone, t.w.stream);
+    end(&t, gone);
+    const uint64_t next = leave(&t, t.w.stream), of_next = come_back(&t, next, t.w.stream);
+    CHECK((uint32_t)next == (uint32_t)gone, "another record");
+    end(&t, of_gone);
+    end(&t, next);
+    need(oo_trip_out(t.w.engine, oo_host_address(t.host), (uintptr_t)more, BYTES, other, &second),
+         "out");
+    need(oo_trip_await(t.w.engine, second), "await");
+    end(&t, second);
+    end(&t, of_next);
     check_no_reports("again");
     end_device_memory(&t.w, more);
     end_stream(&t.w, other);
@@ -413,6 +428,8 @@ static void what_is_refused(void) {
           "all bytes");
     CHECK(oo_trip_out(engine, host, UINTPTR_MAX, 4, t.w.stream, &none) == OO_E_ARGUMENT,
           "from the end of memory");
+    CHECK(oo_trip_out(engine, (void *)UINTPTR_MAX, here, 4, t.w.stream, &none) == OO_E_ARGUMENT,
+          "to the end of memory");
     CHECK(oo_trip_out(engine, pageable, here, 256, t.w.stream, &none) == OO_E_STATE &&
               strstr(oo_error_message(), "not page-locked"),
           "to pageable memory");
@@ -563,6 +580,11 @@ static void what_a_failed_trip_left_is_ended_by_the_next(void) {
         CHECK(status == OO_E_DRIVER, "no error");
         sim.simFaultClear();
         CHECK(w.engine->unfinished == here, "%s: forgotten", ways[i].where);
+        sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        CHECK(oo_trip_out(w.engine, there, here, sizeof bytes, w.stream, &ticket) == OO_E_DRIVER,
+              "%s: no second error", ways[i].where);
+        sim.simFaultClear();
+        CHECK(w.engine->unfinished == here, "%s: forgotten by the next", ways[i].where);
         need(oo_trip_out(w.engine, there, here, sizeof bytes, w.stream, &ticket), "again");
         CHECK(w.engine->unfinished == 0, "%s: not ended", ways[i].where);
         need(oo_trip_end(w.engine, ticket), "end");
@@ -623,12 +645,12 @@ static void trips_have_rows_in_the_timeline(void) {
 }
 
 /* With the context all copies are lost: records go, and lent memory with them. */
-static void a_lost_context_ends_trips(void) {
+static void lose_context(int in_a_trip) {
     struct world w;
     struct oo_host *host;
     struct sim_live live;
     static char bytes[4096];
-    uint64_t out = 0;
+    uint64_t out = 0, failed = 0;
     int arrived = 1;
     world_open(&w, 60000, -1);
     need(oo_host_create(sizeof bytes, &host), "host");
@@ -636,8 +658,14 @@ static void a_lost_context_ends_trips(void) {
     need(oo_trip_out(w.engine, oo_host_address(host), (uintptr_t)bytes, sizeof bytes, w.stream,
                      &out),
          "out");
-    sim.simFault("cuEventQuery", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
-    CHECK(oo_trip_arrived(w.engine, out, &arrived) == OO_E_DRIVER && !arrived, "the context lives");
+    sim.simFault(in_a_trip ? "cuMemcpyDtoHAsync" : "cuEventQuery", 1, OOCU_ERROR_ILLEGAL_ADDRESS,
+                 0);
+    const enum oo_status status =
+        in_a_trip ? oo_trip_out(w.engine, oo_host_address(host), (uintptr_t)bytes, sizeof bytes,
+                                w.stream, &failed)
+                  : oo_trip_arrived(w.engine, out, &arrived);
+    CHECK(status == OO_E_DRIVER && arrived == in_a_trip, "the context lives");
+    CHECK(w.engine->stats.recoveries == 0 && !w.engine->unwaited, "a lost context is waited for");
     CHECK(oo_trip_join(w.engine, out, w.stream) == OO_E_DEAD, "joined");
     need(oo_trip_end(w.engine, out), "end");
     CHECK(oo_trip_end(w.engine, out) == OO_E_TICKET, "ended twice");
@@ -653,6 +681,11 @@ static void a_lost_context_ends_trips(void) {
     sim.simFaultClear();
     release_leaked_contexts();
     CHECK(sim_reset(&sim) == 0, "the simulator could not be reset");
+}
+
+static void a_lost_context_ends_trips(void) {
+    for (int in_a_trip = 0; in_a_trip < 2; in_a_trip++)
+        lose_context(in_a_trip);
 }
 
 static const struct check_case cases[] = {
