@@ -22,6 +22,20 @@ _FEWEST = 7  # of a shorter row hardly any would be left out
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
+class Memory(NamedTuple):
+    """What became of bytes since the last mark, beside those that lived then.
+
+    Attributes
+    ----------
+    high, low, delta : int
+        Most and least that lived since, and those that live at the end.
+    """
+
+    high: int
+    low: int
+    delta: int
+
+
 class Mark(NamedTuple):
     """An event of a step, and what became of memory since the one before.
 
@@ -31,15 +45,19 @@ class Mark(NamedTuple):
         See `oracle_offload.planning.measure.Step.events`; ``("stage",)`` where a stage ends.
     region : hashable
         Of the checkpointed region whose forward asks for a leaf; 0 elsewhere.
-    high, low, delta : int
-        Most and least bytes that lived since, and those at the end, beside those at the beginning.
+    memory : Memory
+        Of all.
+    staying : Memory
+        Of the same less what `oracle_offload.train.offload_activations` would have let leave.
+    largest : int
+        Bytes of the largest that would have left since.
     """
 
     event: tuple[Any, ...]
     region: Hashable
-    high: int
-    low: int
-    delta: int
+    memory: Memory
+    staying: Memory
+    largest: int
 
 
 @dataclass(frozen=True)

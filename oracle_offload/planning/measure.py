@@ -29,14 +29,15 @@ from ..engine.simulated_time import SimulatedTime
 from ..layers.conv import ConvLayer
 from ..layers.linear import LinearLayer, input_gradient, linear
 from ..model.selection import Chosen
-from .alike import Mark, Row, rows_of, shortened, told
+from .alike import Mark, Memory, Row, rows_of, shortened, told
 from .sample import UnknownSample, inputs
 from .source import copy_with, switch_of
 from .storage import Pair
 
 logger = logging.getLogger("oracle_offload")
 
-_HELD = 4  # of what checkpoints keep: the default budget of `offload_activations`
+# The defaults of `offload_activations`: what is as large leaves, and so many of the largest stay.
+_LEAST, _HELD = 1 << 20, 4
 _TICKETS = 1 << 32  # more than a micro-batch has uses
 _graph_task = torch._C._current_graph_task_id
 
@@ -86,6 +87,10 @@ class Step:
     ----------
     stages : list of Stage
         Of the memory of one micro-batch; none where that is unknown.
+    staying : list of Stage
+        The same less what `oracle_offload.train.offload_activations` lets leave.
+    largest : int
+        Bytes of the largest that leaves so; 0 where nothing does.
     events : list
         ``("work", [Work, ...])``, ``("acquire", leaf, kind, ticket)``, ``("release", ticket)``, of
         one micro-batch.
@@ -104,6 +109,8 @@ class Step:
     """
 
     stages: list[Stage] = field(default_factory=list)
+    staying: list[Stage] = field(default_factory=list)
+    largest: int = 0
     events: list[tuple[Any, ...]] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     regions: dict[int, int] = field(default_factory=dict)
@@ -115,24 +122,26 @@ class Step:
     @property
     def activations(self) -> int | None:
         """Most bytes that live at once beside what the training keeps; None unknown."""
+        return self._most(self.stages) if self.stages else None
+
+    def _most(self, stages: Sequence[Stage]) -> int:
         waiting = self.micro_batches - 1 if self.together else 0
-        return max((stage.peak + waiting * stage.waiting for stage in self.stages), default=None)
+        return max(stage.peak + waiting * stage.waiting for stage in stages)
 
     def leaving(self) -> Leaving | None:
         """Return what `oracle_offload.train.offload_activations` makes of the activations.
 
-        What forward leaves behind, less what the device's default budget holds of it, is on the
-        host. None where that is unknown: without checkpointed regions, whose inputs are alike.
+        What autograd saves in forward, of a mebibyte or more, is on the host when backward begins.
+        Beside what else lives the device holds its default budget of it. None where nothing is
+        known, or nothing leaves.
         """
-        whole, regions = self.activations, len(self.stages) - 1
-        if whole is None or regions < 2 or not whole:
+        whole = self.activations
+        if not whole or not self.largest:
             return None
-        saved = self.stages[0].waiting
-        held = min(saved, _HELD * saved // regions)
-        rest = max(stage.peak - stage.waiting for stage in self.stages)
-        waiting = self.micro_batches if self.together else 1
-        device = min(whole, rest + held)
-        return Leaving(device, waiting * saved, whole / device)
+        saved = self.stages[0].waiting - self.staying[0].waiting
+        saved *= self.micro_batches if self.together else 1
+        device = min(whole, self._most(self.staying) + min(saved, _HELD * self.largest))
+        return Leaving(device, saved, whole / device)
 
     def _seconds(self, work: Sequence[Work], time: SimulatedTime) -> float:
         """Return what operators take one after the other."""
@@ -256,16 +265,19 @@ def _step(marks: Sequence[Mark], numbers: dict[str, int], note: str) -> Step:
             events.append(("release", tickets[event[1]]))
         elif event[0] == "work":
             events.append(event)
-    return Step(stages_of(marks), events, numbers, regions, note=note)
+    stages, staying = stages_of(marks), stages_of(marks, staying=True)
+    largest = max(mark.largest for mark in marks)
+    return Step(stages, staying, largest, events, numbers, regions, note=note)
 
 
-def stages_of(marks: Sequence[Mark]) -> list[Stage]:
-    """Return the stages of a step, with what lives in each."""
+def stages_of(marks: Sequence[Mark], *, staying: bool = False) -> list[Stage]:
+    """Return the stages of a step, with what lives in each; `staying`: see `Mark`."""
     stages: list[Stage] = []
     live = peak = least = begun = 0
     for mark in marks:
-        peak, least = max(peak, live + mark.high), min(least, live + mark.low)
-        live += mark.delta
+        memory = mark.staying if staying else mark.memory
+        peak, least = max(peak, live + memory.high), min(least, live + memory.low)
+        live += memory.delta
         if mark.event[0] != "stage":
             continue
         # Those that are through with forward wait with what it has left, the others begin with it.
@@ -332,7 +344,10 @@ def _run(
         try:
             with tracer, tracer.noting_regions():
                 tracer.count(arguments)
-                loss = _loss(model(**arguments))
+                with saved_tensors_hooks(tracer.pack, tracer.unpack):
+                    output = model(**arguments)
+                loss = _loss(output)
+                del output
                 tracer.end_stage()
                 loss.backward()
         except (
@@ -441,6 +456,42 @@ def _adapted(
     return (result + low * 1.0).to(result.dtype)
 
 
+class _Bytes:
+    """Bytes that live, and the most and the least of them since the last mark."""
+
+    def __init__(self) -> None:
+        self._now = self._high = self._low = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count some more, or some less."""
+        self._now += nbytes
+        self._high, self._low = max(self._high, self._now), min(self._low, self._now)
+
+    def mark(self) -> Memory:
+        """Return what became of them since the last call."""
+        found = Memory(self._high, self._low, self._now)
+        self._now = self._high = self._low = 0
+        return found
+
+
+class _Storage:
+    """The memory of tensors, as long as it is counted."""
+
+    __slots__ = ("is_away", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.is_away = nbytes, False
+
+
+class _Packed:
+    """What autograd holds of a tensor."""
+
+    __slots__ = ("__weakref__", "storage", "tensor")
+
+    def __init__(self, tensor: Tensor, storage: _Storage) -> None:
+        self.tensor, self.storage = tensor, storage
+
+
 class _Tracer(TorchDispatchMode):
     """Notes each operator's work, what lives meanwhile, and which managed leaves it computes with.
 
@@ -456,7 +507,8 @@ class _Tracer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.marks: list[Mark] = []
         self._region = self._depth = 0  # the last checkpointed one, and how many it is inside
-        self._live = self._high = self._low = 0  # since the last mark
+        self._live, self._staying = _Bytes(), _Bytes()  # all; less what would have left
+        self._largest = 0  # of what would have, since the last mark
         self._kind = FORWARD  # of the last use
         self._work: list[Work] = []
         self._leaf_at: dict[int, int] = {}  # by the storage of its tensors
@@ -478,9 +530,9 @@ class _Tracer(TorchDispatchMode):
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Leave out what the training keeps from step to step, with its gradients."""
         for tensor in tensors:
-            self._known[tensor.untyped_storage()] = 0
+            self._known[tensor.untyped_storage()] = _Storage(0)
             if tensor.grad is not None:
-                self._known[tensor.grad.untyped_storage()] = 0
+                self._known[tensor.grad.untyped_storage()] = _Storage(0)
 
     @contextlib.contextmanager
     def noting_regions(self) -> Iterator[None]:
@@ -538,8 +590,9 @@ class _Tracer(TorchDispatchMode):
         self._mark(("release", ticket))
 
     def _mark(self, event: tuple[Any, ...], region: int = 0) -> None:
-        self.marks.append(Mark(event, region, self._high, self._low, self._live))
-        self._live = self._high = self._low = 0
+        memory, staying = self._live.mark(), self._staying.mark()
+        self.marks.append(Mark(event, region, memory, staying, self._largest))
+        self._largest = 0
 
     def end_stage(self) -> None:
         """Another part of the step begins: backward, or a checkpointed region in it."""
@@ -558,15 +611,41 @@ class _Tracer(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage in self._known:
                 continue
-            nbytes = storage.nbytes()
-            self._known[storage] = nbytes
-            self._live += nbytes
-            weakref.finalize(storage, self._forget, nbytes).atexit = False
-        self._high = max(self._high, self._live)
+            counted = self._known[storage] = _Storage(storage.nbytes())
+            for ledger in (self._live, self._staying):
+                ledger.add(counted.nbytes)
+            weakref.finalize(storage, self._forget, counted).atexit = False
 
-    def _forget(self, nbytes: int) -> None:
-        self._live -= nbytes
-        self._low = min(self._low, self._live)
+    def _forget(self, storage: _Storage) -> None:
+        self._live.add(-storage.nbytes)
+        if not storage.is_away:
+            self._staying.add(-storage.nbytes)
+        storage.nbytes = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Let the memory of what autograd saves in forward leave."""
+        storage = self._known.get(tensor.untyped_storage())
+        if storage is None or storage.nbytes < _LEAST or _graph_task() >= 0:
+            return tensor
+        self._largest = max(self._largest, storage.nbytes)
+        if not storage.is_away:
+            storage.is_away = True
+            self._staying.add(-storage.nbytes)
+        packed = _Packed(tensor, storage)
+        weakref.finalize(packed, self._return, storage).atexit = False
+        return packed
+
+    def unpack(self, kept: Any) -> Any:
+        """Let it come back for backward."""
+        if not isinstance(kept, _Packed):
+            return kept
+        self._return(kept.storage)
+        return kept.tensor
+
+    def _return(self, storage: _Storage) -> None:
+        if storage.is_away:
+            storage.is_away = False
+            self._staying.add(storage.nbytes)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

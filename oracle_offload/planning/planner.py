@@ -355,11 +355,21 @@ def _assumptions(question: Question, found: Fit, step: Step, why: str) -> tuple[
         said.append(f"activations are unknown and counted nowhere: {step.why}")
     elif step.note:
         said.append(step.note)
-    if (left := step.leaving()) is not None and left.longer > _WORTH_TELLING:
+    left = step.leaving()
+    if left is not None and left.longer > _WORTH_TELLING:
+        most = (found.host_room - found.host_bytes) / left.host_bytes
+        longer = min(left.longer, most)
+        buys = "the host has no room for that"
+        if longer > 1:
+            buys = f"room for {longer:.1f} times the sequence"
+            if isinstance(question.sample, int):
+                buys += f", of {int(longer * question.sample)} tokens"
+            if most < left.longer:
+                buys += ", where the host is full"
         said.append(
             f"with oracle_offload.train.offload_activations {format_size(left.host_bytes)} of the "
-            f"activations lie on the host and {format_size(left.device_bytes)} on the device: room "
-            f"for {left.longer:.1f} times the sequence"
+            f"activations lie on the host and {format_size(left.device_bytes)} on the device: "
+            f"{buys}"
         )
     return tuple(said)
 

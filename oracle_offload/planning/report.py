@@ -60,6 +60,7 @@ def as_dict(plan: Answer) -> dict[str, Any]:
         "x_min_bytes": fit.x_min_bytes,
         "offload_percent": fit.offload_percent,
         "activations_bytes": plan.step.activations,
+        "activations_leaving": None if (left := plan.step.leaving()) is None else left._asdict(),
         "step": vars(plan.speed),
         "ram_budget_bytes": fit.ram_budget,
         "compress": question.recipe.compress,

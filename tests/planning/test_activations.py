@@ -12,7 +12,9 @@ from peak import peak_of
 from torch import nn
 
 import oracle_offload
+from oracle_offload.planning import measure
 from oracle_offload.planning.sample import UnknownSample, inputs, parse_sample
+from oracle_offload.train import offload_activations
 
 SAMPLES: dict[str, Any] = {"flux": (128, 128), "llama": 48, "sd3": (128, 128), "unet": (128, 128)}
 
@@ -52,6 +54,42 @@ def test_activations_are_within_seven_percent_of_a_measured_peak(
     error = found.step.activations / peak_of(step) - 1
     print(f"{name}, checkpointing={checkpointing}: {100 * error:+.2f}%")
     assert abs(error) <= 0.07
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [("flux", True), ("flux", False), ("unet", False)],
+    ids=["flux-checkpointed", "flux-plain", "unet-plain"],
+)
+def test_what_leaves_is_what_a_real_step_lets_leave(
+    name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least = 1 << 14  # the models are small
+    monkeypatch.setattr(measure, "_LEAST", least)
+    kind, config = architectures.class_and_config(name)
+    given = dict(config=config, dtype="fp32", train="full", optimizer="sgd", card=24, ram="64GB")
+    given |= dict(sample=SAMPLES[name], batch=2, checkpointing=checkpointing)
+    plan = oracle_offload.plan(kind, **given)
+    left = plan.step.leaving()
+    assert left is not None
+    model = architectures.real(name).train()
+    if checkpointing:
+        getattr(model, plan.to_dict()["python"].splitlines()[0].split(".")[1][:-2])()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        output = model(**inputs(model, SAMPLES[name], 2)[0]).sample
+        output.float().square().mean().backward()
+
+    with offload_activations(model, least, device="cpu") as offload:
+        step()  # what is made once is there; all leave
+        assert left.host_bytes == offload.host_bytes > 0
+        step()
+        error = left.device_bytes / peak_of(step) - 1
+        print(f"{name}, checkpointing={checkpointing}: {100 * error:+.2f}%, {left.longer:.2f}")
+        assert abs(error) <= 0.10
+        assert left.longer > 2 or checkpointing
 
 
 class Convolved(nn.Module):

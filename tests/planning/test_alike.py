@@ -25,6 +25,12 @@ DEEP = {
 SAMPLES: dict[str, Any] = {"flux": (64, 64), "sd3": (64, 64), "unet": (64, 64)}
 
 
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models are small; all that is saved leaves."""
+    monkeypatch.setattr(measure, "_LEAST", 1)
+
+
 class Counted:
     """How many blocks of lists each run of a step had."""
 
@@ -45,6 +51,7 @@ def whole(monkeypatch: pytest.MonkeyPatch, *given: Any, **options: Any) -> Step:
 def same(one: Step, other: Step) -> None:
     assert one.why == other.why == "" and one.note == other.note
     assert one.stages == other.stages
+    assert one.staying == other.staying != one.stages and one.largest == other.largest > 0
     assert one.events == other.events
     assert one.regions == other.regions and one.numbers == other.numbers
 

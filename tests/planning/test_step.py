@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,10 @@ import oracle_offload
 from oracle_offload._core import BACKWARD, FORWARD, RECOMPUTE
 from oracle_offload.engine import simulator
 from oracle_offload.engine.simulated_time import SimulatedTime
+from oracle_offload.host.sizes import parse_size
+from oracle_offload.planning import measure
 from oracle_offload.planning.measure import Stage, Step, _Tracer, stages_of
+from oracle_offload.train import activations
 
 ROWS = 4
 
@@ -201,20 +205,72 @@ class Deep(Blocks):
         self.blocks = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(12))
 
 
-def test_what_checkpoints_keep_may_leave_and_the_plan_says_what_that_buys() -> None:
-    given = dict(sample={"x": (32,)}, batch=64, targets="all-linear", rank=1, card=24, ram="64GB")
-    plan = oracle_offload.plan(Deep(), **given)
-    left, whole, state = plan.step.leaving(), plan.step.activations, 64 * 32 * 4
-    assert left is not None and whole is not None
-    # What forward leaves behind: an input of each block, and little more.
-    assert 12 * state <= left.host_bytes <= 16 * state
-    assert whole - 11 * state < left.device_bytes < whole - 6 * state
-    assert left.longer == whole / left.device_bytes > 1.2
+WIDE = dict(sample={"x": (32,)}, batch=1 << 13, targets="all-linear", rank=1, card=24, ram="64GB")
+STATE = 32 * 4 << 13  # bytes: what is as large leaves
+
+
+def said_of(plan: Any) -> str:
     (said,) = [text for text in plan.assumptions if "offload_activations" in text]
-    assert said.endswith(f"room for {left.longer:.1f} times the sequence")
-    plain = oracle_offload.plan(Deep(), **{**given, "checkpointing": False})
-    assert plain.step.leaving() is None, "nobody knows the largest of what is saved"
-    assert not [text for text in plain.assumptions if "offload_activations" in text]
+    return str(said)
+
+
+def test_what_checkpoints_keep_may_leave_and_the_plan_says_what_that_buys() -> None:
+    plan = oracle_offload.plan(Deep(), **WIDE)
+    left, whole = plan.step.leaving(), plan.step.activations
+    assert left is not None and whole is not None and plan.step.largest == STATE
+    assert left.host_bytes == 14 * STATE, "the input of each block, the head's, and its result"
+    assert whole - 10 * STATE <= left.device_bytes <= whole - 8 * STATE, "four of them stay"
+    assert left.longer == whole / left.device_bytes > 1.2
+    assert said_of(plan).endswith(f"room for {left.longer:.1f} times the sequence")
+    assert plan.to_dict()["activations_leaving"] == left._asdict()
+
+
+def test_without_checkpoints_what_each_layer_saves_leaves() -> None:
+    class Tanhs(Deep):
+        def forward(self, x: Tensor) -> Any:
+            for block in self.blocks:
+                x = block(x).tanh()
+            return self.head(x).tanh()
+
+    plan = oracle_offload.plan(Tanhs(), **{**WIDE, "checkpointing": False})
+    left, whole = plan.step.leaving(), plan.step.activations
+    assert left is not None and whole is not None
+    # The input that adapters keep, and what each tanh has made: what is the loss's is none of it.
+    assert left.host_bytes == 14 * STATE
+    assert whole - 11 * STATE < left.device_bytes < whole - 8 * STATE
+    one = oracle_offload.plan(Tanhs(), **{**WIDE, "checkpointing": False, "batch": 1 << 10})
+    assert one.step.leaving() is None, "nothing is large enough"
+    assert one.to_dict()["activations_leaving"] is None
+    assert not [text for text in one.assumptions if "offload_activations" in text]
+
+
+def test_what_the_host_has_room_for_bounds_the_sequence() -> None:
+    plan = oracle_offload.plan(Deep(), **{**WIDE, "ram": 18 * STATE})
+    assert said_of(plan).endswith("room for 1.2 times the sequence, where the host is full")
+    plan = oracle_offload.plan(Deep(), **{**WIDE, "ram": 10 * STATE})
+    assert said_of(plan).endswith("on the device: the host has no room for that")
+
+
+def test_of_a_language_model_the_plan_says_how_many_tokens() -> None:
+    class Tokens(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(max_position_embeddings=None, use_cache=True)
+            self.table = nn.Embedding(10, 32)
+
+        def forward(self, input_ids: Tensor, labels: Any = None) -> Any:
+            return super().forward(self.table(input_ids))
+
+    plan = oracle_offload.plan(Tokens(), **{**WIDE, "sample": 4096, "batch": 2})
+    left = plan.step.leaving()
+    assert left is not None and left.longer > 1.2
+    assert said_of(plan).endswith(f" times the sequence, of {int(left.longer * 4096)} tokens")
+
+
+def test_the_plan_has_the_defaults_of_what_it_plans() -> None:
+    default = inspect.signature(activations.offload_activations).parameters["least"].default
+    assert parse_size(default) == measure._LEAST
+    assert activations._LARGEST_ON_DEVICE == measure._HELD
 
 
 class Silent(Blocks):
