@@ -154,7 +154,7 @@ test-bill: build
 
 # The tests that take a device, on one whose type is not "cpu". In processes of their own.
 device-type: build
-	"$(PY)" -m pytest $(side_by_side) $(slowest) tests/training --device simgpu $(ARGS)
+	"$(PY)" -m pytest $(side_by_side) $(slowest) tests/training tests/clients --device simgpu $(ARGS)
 
 # Everything about torch.cuda that can be run without a GPU: docs/simulator.md says what that proves.
 cuda-check: cuda-build

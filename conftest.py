@@ -83,8 +83,14 @@ def pytest_collection_finish() -> None:
 
 
 def _runs_on(item: pytest.Item, device: str) -> bool:
-    """Whether a test runs on that device: those of clients do on a card where all of them is."""
-    return _device_of(item) == device or (device == "cuda" and item.path.parent.name == "clients")
+    """Whether a test runs on that device: those of clients do on a card, where all of them is.
+
+    Elsewhere those do whose tensors and models lie where they are told to: what compares sides.
+    """
+    of_clients = isinstance(item, pytest.Function) and item.path.parent.name == "clients"
+    if device == "cuda" or (device != "cpu" and of_clients and hasattr(item.module, "compare")):
+        return of_clients or _device_of(item) == device
+    return _device_of(item) == device
 
 
 def _device_of(item: pytest.Item) -> object:

@@ -27,8 +27,7 @@ sim = _core.sim  # a fresh simulated device for every test, and nothing left on 
 
 
 def pytest_configure(config):
-    if config.getoption("--device") == "cuda":
-        sides.DEVICE = "cuda"
+    sides.DEVICE = config.getoption("--device") or sides.DEVICE
 
 
 @pytest.fixture
@@ -47,6 +46,8 @@ def as_it_was():
     environment = dict(os.environ)
     threads, generator = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(1)
+    if sides.DEVICE != "cpu":
+        os.environ["ACCELERATE_TORCH_DEVICE"] = f"{sides.DEVICE}:0"
     yield
     torch.set_num_threads(threads)
     torch.set_rng_state(generator)

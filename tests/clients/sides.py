@@ -12,7 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-# Or "cuda": then the client makes its tensors there, and the resident model lies there.
+# Or that of --device: then the client makes its tensors there, and the resident model lies there.
 DEVICE = "cpu"
 CORE = Path(__file__).resolve().parents[1] / "training"
 sys.path.append(str(CORE))  # equality.py and models.py
@@ -64,12 +64,16 @@ class Side:
             yield
         self.arena_reads += witness.arena_reads
 
-    def run(self, client):
-        """Run `client`; where managed, assert that weights were streamed."""
+    def run(self, client, by_library=False):
+        """Run `client`; where managed, assert that weights were streamed.
+
+        `by_library`: it leaves to a library which device its tensors are on.
+        """
         torch.manual_seed(0)
         before = copied_bytes()
+        is_default = DEVICE != "cpu" and not by_library
         try:
-            with torch.device(DEVICE) if DEVICE != "cpu" else contextlib.nullcontext():
+            with torch.device(DEVICE) if is_default else contextlib.nullcontext():
                 result = client(self)
             driver, engine = (now - then for now, then in zip(copied_bytes(), before, strict=True))
         finally:
@@ -78,16 +82,16 @@ class Side:
             self.models.clear()
         if self.managed:
             # A real driver counts nothing.
-            assert engine > 0 and driver == (engine if DEVICE == "cpu" else 0), (driver, engine)
+            assert engine > 0 and driver == (0 if DEVICE == "cuda" else engine), (driver, engine)
             assert self.arena_reads > 0 or not self.witnessed, "no operator read the arena"
         return result
 
 
-def compare(client):
+def compare(client, by_library=False):
     """Assert that ``client(side)`` returns the same on all sides, to the bit; return it."""
-    expected = Side("resident").run(client)
+    expected = Side("resident").run(client, by_library)
     for name in ("managed", "witnessed"):
-        assert_same(Side(name).run(client), expected, name)
+        assert_same(Side(name).run(client, by_library), expected, name)
     return expected
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import models
 import pytest
+import sides
 import torch
 from diffusers import (
     DDPMScheduler,
@@ -134,7 +135,7 @@ def test_unet_training_loop(checkpointing, autocast):
                 timesteps = torch.randint(0, 1000, (2,))
                 noisy = scheduler.add_noise(latents, noise, timesteps)
                 condition = encoder(torch.randint(0, 100, (2, 7)))[0]
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                with torch.autocast(sides.DEVICE, torch.bfloat16, enabled=autocast):
                     predicted = unet(noisy, timesteps, condition).sample
                 loss = (predicted.float() - noise).square().mean()
                 loss.backward()
@@ -170,7 +171,7 @@ def test_flux_lora_training_loop(autocast):
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
         losses = []
         for _ in range(3):
-            with side.step(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with side.step(), torch.autocast(sides.DEVICE, torch.bfloat16, enabled=autocast):
                 losses.append(models.flux_step(transformer)[0].detach())
             optimizer.step()
             optimizer.zero_grad()

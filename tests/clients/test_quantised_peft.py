@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import models
+import optimum.quanto.tensor.weights.marlin  # noqa: F401  which makes tensors: on the host
 import peft
 import pytest
 import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import models
 import pytest
+import sides
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -38,7 +39,7 @@ def test_a_trainer_accumulates_with_the_bits_of_its_own_loop(tmp_path, options):
         run.train()
         return [losses(run), values(model)]
 
-    compare(client)
+    compare(client, by_library=True)
 
 
 class Counting(TrainerCallback):
@@ -65,7 +66,7 @@ def test_a_trainer_moves_the_bytes_of_one_micro_batch(tmp_path):
             run.train()
             moved[together] = counting.seen[-1] - counting.seen[-2]
 
-        Side("managed").run(client)
+        Side("managed").run(client, by_library=True)
     assert moved[True] < 0.4 * moved[False], moved
 
 
@@ -90,7 +91,7 @@ def test_accelerate_by_accumulate_in_the_loop(precision):
     def client(side):
         AcceleratorState._reset_state(True)
         accelerator = Accelerator(
-            cpu=True, mixed_precision=precision, gradient_accumulation_steps=3
+            cpu=sides.DEVICE == "cpu", mixed_precision=precision, gradient_accumulation_steps=3
         )
         model = side.attach(models.llama().train(), at_least=20)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -114,4 +115,4 @@ def test_accelerate_by_accumulate_in_the_loop(precision):
             optimizer.zero_grad()
         return [*seen, values(model)]
 
-    compare(client)
+    compare(client, by_library=True)
