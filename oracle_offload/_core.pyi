@@ -103,7 +103,8 @@ class HostBuffer:
     def __new__(cls, nbytes: int, node: int = -1, file: int = -1, begin: int = 0) -> Self:
         """`node`: the NUMA node that its pages shall lie on, as far as threads may run there.
 
-        `file`: a descriptor, whose bytes from `begin` on it is: in all processes the same memory.
+        `file`: a descriptor, or what `section_create` has made, whose bytes from `begin` on it is:
+        in all processes the same memory.
         """
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -461,10 +462,27 @@ def pages_written(address: int, nbytes: int, /) -> bool | None:
     not tell.
     """
 
+def section_create(nbytes: int, /) -> int:
+    """Return memory for processes to share: zeros, without a name, gone with its last process.
+
+    On Linux it is the descriptor of a file, which may grow and never shrinks; on Windows a handle.
+    `OSError` where the system makes none.
+    """
+
+def section_take(process: int, theirs: int, /) -> int:
+    """Return this process's own of what goes by `theirs` in another process of this user.
+
+    `OSError` where the system refuses it.
+    """
+
+def section_close(section: int, /) -> None:
+    """Close it; what of it is mapped stays until it is unmapped."""
+
 def pages_show(address: int, nbytes: int, descriptor: int, begin: int, /) -> None:
     """Let mapped pages show a file from `begin` on: privately, and copied on write.
 
-    It needs no open file afterwards. `OSError` where that is not possible: on Linux alone it is.
+    It needs no open file afterwards. `OSError` where that is not possible. On Windows only pages of
+    a section can, all of it at once, while nobody reads them.
     """
 
 def pages_own(address: int, nbytes: int, /) -> bool:

@@ -752,13 +752,13 @@ NOTES: dict[str, dict[str, str]] = {
         "share='node' shares frozen weights": (
             "Weights that are trained are each rank's own, so there would be nothing to share."
         ),
-        "share='node' is for Linux alone": (
-            "Other systems have no memory without a name that a descriptor passes on."
-        ),
         "share='node' places ranks by": (
             "torchrun sets all four; `mp.spawn` and some clusters set none or others."
         ),
-        "the system makes no shared memory": "`memfd_create` failed: a sandbox forbids it, say.",
+        "the system makes no shared memory": (
+            "`memfd_create` failed: a sandbox forbids it, say. On Windows not so much is left "
+            "of memory and page file; macOS has no such memory."
+        ),
         "did not come to attach within": (
             "A rank failed before, is slower than the time-out of `init_process_group`, or does "
             "not call `attach`: look at its own output."

@@ -7,8 +7,16 @@
 
 /* Page-aligned zeroed memory; NULL when there is none. */
 void *oo__pages_map(size_t bytes);
-/* Pages of a file from `begin` on, a multiple of a page, which all who map them see alike; NULL
- * with errno. `file` is a descriptor: there are none on Windows. */
+/* Memory that processes share: zeros, without a name, gone with the last process that has it open
+ * or mapped, killed or not. On Linux a file in memory, on Windows a section of the page file.
+ * Returns what it goes by in this process, a descriptor or a handle (of which Windows uses 31
+ * bits), or -1 with errno. A child has it not. */
+int oo__section_create(size_t bytes);
+/* The section that goes by `theirs` in another process of this user; as above. */
+int oo__section_take(unsigned process, int theirs);
+void oo__section_close(int section);
+/* Pages of a file or a section from `begin` on, a multiple of a page (on Windows, of 64 KiB), which
+ * all who map them see alike; NULL with errno. `file` is a descriptor, on Windows a section. */
 void *oo__pages_map_shared(size_t bytes, int file, uint64_t begin);
 /* Let whole pages be written from now on, or read alone. Returns 0, or -1 with errno. */
 int oo__pages_protect(void *pages, size_t bytes, int writable);
@@ -22,8 +30,9 @@ int oo__pages_inherit(void *pages, size_t bytes, int keep);
 /* Whether any page of a private, copy-on-write mapping of a file has been written, and so left the
  * file: 1, 0, or -1 where the system does not tell. */
 int oo__pages_written(const void *memory, size_t bytes);
-/* Let pages that were mapped show a file from `begin` on, a multiple of a page: privately, and
- * copied on write. Returns 0, or -1 with errno. */
+/* Let all pages of a mapping show a file from `begin` on, a multiple of a page: privately, and
+ * copied on write. Returns 0, or -1 with errno. On Windows only what is a section's already, and in
+ * two steps: nobody may read it meanwhile, and on -1 it may be gone. */
 int oo__pages_show(void *pages, size_t bytes, int file, uint64_t begin);
 /* Copy the pages of a private mapping, where they are, to memory that is no file's. Whoever writes
  * them meanwhile may write to what is dropped. Returns 0, or -1 where there is no memory or the

@@ -22,10 +22,46 @@ void *oo__pages_map(size_t bytes) {
     return VirtualAlloc(NULL, bytes, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
 }
 
+/* Handles have 32 bits that count, on 64-bit Windows too. */
+static HANDLE oo__handle(int section) { return (HANDLE)(intptr_t)section; }
+
+static int oo__section_of(HANDLE handle, int why) {
+    if (!handle)
+        errno = why;
+    return handle ? (int)(intptr_t)handle : -1;
+}
+
+int oo__section_create(size_t bytes) {
+    const HANDLE made = CreateFileMappingW(INVALID_HANDLE_VALUE, NULL, PAGE_READWRITE,
+                                           (DWORD)((uint64_t)bytes >> 32), (DWORD)bytes, NULL);
+    return oo__section_of(made, ENOMEM);
+}
+
+/* The system asks whether this user may have the other process's handles. */
+int oo__section_take(unsigned process, int theirs) {
+    const HANDLE owner = OpenProcess(PROCESS_DUP_HANDLE, FALSE, process);
+    HANDLE taken = NULL;
+    if (owner) {
+        if (!DuplicateHandle(owner, oo__handle(theirs), GetCurrentProcess(), &taken, 0, FALSE,
+                             DUPLICATE_SAME_ACCESS))
+            taken = NULL;
+        CloseHandle(owner);
+    }
+    return oo__section_of(taken, EACCES);
+}
+
+void oo__section_close(int section) { CloseHandle(oo__handle(section)); }
+
+static void *oo__map_view(DWORD access, size_t bytes, int section, uint64_t begin, void *at) {
+    void *pages =
+        MapViewOfFileEx(oo__handle(section), access, (DWORD)(begin >> 32), (DWORD)begin, bytes, at);
+    if (!pages)
+        errno = ENOMEM;
+    return pages;
+}
+
 void *oo__pages_map_shared(size_t bytes, int file, uint64_t begin) {
-    (void)bytes, (void)file, (void)begin;
-    errno = ENOSYS;
-    return NULL;
+    return oo__map_view(FILE_MAP_WRITE, bytes, file, begin, NULL);
 }
 
 int oo__pages_protect(void *pages, size_t bytes, int writable) {
@@ -38,7 +74,8 @@ int oo__pages_protect(void *pages, size_t bytes, int writable) {
 
 void oo__pages_unmap(void *pages, size_t bytes) {
     (void)bytes;
-    VirtualFree(pages, 0, MEM_RELEASE);
+    if (!VirtualFree(pages, 0, MEM_RELEASE)) /* then it is a section's */
+        UnmapViewOfFile(pages);
 }
 
 /* Large pages need a privilege, and pages that are locked from the start. */
@@ -64,9 +101,11 @@ int oo__pages_written(const void *memory, size_t bytes) {
 }
 
 int oo__pages_show(void *pages, size_t bytes, int file, uint64_t begin) {
-    (void)pages, (void)bytes, (void)file, (void)begin;
-    errno = ENOSYS;
-    return -1;
+    if (!UnmapViewOfFile(pages)) {
+        errno = EINVAL;
+        return -1;
+    }
+    return oo__map_view(FILE_MAP_COPY, bytes, file, begin, pages) ? 0 : -1;
 }
 
 int oo__pages_own(void *memory, size_t bytes) {

@@ -169,6 +169,10 @@ enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *sou
     return OO_OK;
 }
 
+int oo_section_create(size_t bytes) { return oo__section_create(bytes); }
+int oo_section_take(unsigned process, int theirs) { return oo__section_take(process, theirs); }
+void oo_section_close(int section) { oo__section_close(section); }
+
 int oo_pages_written(const void *memory, size_t bytes) { return oo__pages_written(memory, bytes); }
 
 int oo_pages_show(void *pages, size_t bytes, int file, uint64_t begin) {

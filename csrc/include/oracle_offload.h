@@ -123,8 +123,16 @@ struct oo_host;
 
 /* `bytes` of zeroed, page-aligned memory, not yet touched. */
 enum oo_status oo_host_create(size_t bytes, struct oo_host **out);
-/* `bytes` of a file from `begin` on, a multiple of a page: the same memory in every process that
- * has them so. OO_E_STATE with the system's reason where it does not map them. */
+/* Memory for the processes of one user to share: zeros, without a name, gone with the last that has
+ * it open or mapped, killed or not. Returns what it goes by in this process, a descriptor of a file
+ * (on Windows a handle), or -1 with errno. */
+int oo_section_create(size_t bytes);
+/* What the memory that goes by `theirs` in another process goes by in this one; -1 with errno. */
+int oo_section_take(unsigned process, int theirs);
+void oo_section_close(int section);
+/* `bytes` of a file, or of a section, from `begin` on, a multiple of a page (on Windows of 64 KiB):
+ * the same memory in every process that has them so. OO_E_STATE with the system's reason where it
+ * does not map them. */
 enum oo_status oo_host_create_shared(size_t bytes, int file, uint64_t begin, struct oo_host **out);
 /* Let the memory be written by this process, or read alone; the device reads it either way. Memory
  * that can only be read is locked no more, so it is to be locked before. */
@@ -264,7 +272,8 @@ uint64_t oo_fingerprint(const void *memory, size_t bytes);
  * system does not tell. */
 int oo_pages_written(const void *memory, size_t bytes);
 /* Let mapped pages show a file from `begin` on, a multiple of a page, as such a mapping does. It
- * needs no open file afterwards. 0, or -1 with errno. */
+ * needs no open file afterwards. 0, or -1 with errno. On Windows only all of what shows a section
+ * already, which nobody may read meanwhile, and which may be gone on -1. */
 int oo_pages_show(void *pages, size_t bytes, int file, uint64_t begin);
 /* Copy the pages of such a mapping, where they are, to memory that is no file's; nobody may write
  * them meanwhile. 0, or -1 where there is no memory or the system cannot: all is as it was. */

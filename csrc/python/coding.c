@@ -117,6 +117,41 @@ static PyObject *oo__pages_show_of(PyObject *module, PyObject *const *arguments,
     Py_RETURN_NONE;
 }
 
+static PyObject *oo__section_or_error(int section) {
+    return section < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLong(section);
+}
+
+static PyObject *oo__section_create_of(PyObject *module, PyObject *const *arguments,
+                                       Py_ssize_t count) {
+    (void)module;
+    static const struct oo_parameter takes[] = {OO_BYTES("nbytes")};
+    unsigned long long v[1];
+    if (oo__integers("section_create", arguments, count, takes, OO_COUNT_OF(takes), v) < 0)
+        return NULL;
+    return oo__section_or_error(oo_section_create((size_t)v[0]));
+}
+
+static PyObject *oo__section_take_of(PyObject *module, PyObject *const *arguments,
+                                     Py_ssize_t count) {
+    (void)module;
+    static const struct oo_parameter takes[] = {{"process", 0, UINT_MAX}, {"theirs", 0, INT_MAX}};
+    unsigned long long v[2];
+    if (oo__integers("section_take", arguments, count, takes, OO_COUNT_OF(takes), v) < 0)
+        return NULL;
+    return oo__section_or_error(oo_section_take((unsigned)v[0], (int)v[1]));
+}
+
+static PyObject *oo__section_close_of(PyObject *module, PyObject *const *arguments,
+                                      Py_ssize_t count) {
+    (void)module;
+    static const struct oo_parameter takes[] = {{"section", 0, INT_MAX}};
+    unsigned long long v[1];
+    if (oo__integers("section_close", arguments, count, takes, OO_COUNT_OF(takes), v) < 0)
+        return NULL;
+    oo_section_close((int)v[0]);
+    Py_RETURN_NONE;
+}
+
 static PyObject *oo__pages_own_of(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     (void)module;
     unsigned long long v[2];
@@ -154,6 +189,12 @@ PyMethodDef oo__coded_functions[] = {
     OO_FUNCTION("pages_show", oo__pages_show_of,
                 "pages_show(address, nbytes, descriptor, begin, /)\n--\n\n"
                 "Let mapped pages show a file, copied on write; OSError."),
+    OO_FUNCTION("section_create", oo__section_create_of,
+                "section_create(nbytes, /)\n--\n\nMemory without a name, to be shared; OSError."),
+    OO_FUNCTION("section_take", oo__section_take_of,
+                "section_take(process, theirs, /)\n--\n\nThat of another process; OSError."),
+    OO_FUNCTION("section_close", oo__section_close_of,
+                "section_close(section, /)\n--\n\nIt stays as long as it is mapped."),
     OO_FUNCTION("pages_own", oo__pages_own_of,
                 "pages_own(address, nbytes, /)\n--\n\n"
                 "Copy pages of a file to memory, where they are; whether that worked."),

@@ -1,9 +1,11 @@
 """The ranks of one machine: how they meet, and what they tell one another.
 
 They meet by the store of torch's process group, which says at which socket the first of them waits,
-and talk over Unix sockets from then on: these pass descriptors as well, and end at once when a
-process does, killed or not, so that nobody waits for a rank that is gone. The socket's name is in
-no file system: it ends with the process that has it.
+and talk over sockets from then on. These end at once when a process does, killed or not, so that
+nobody waits for a rank that is gone. On Linux they are Unix sockets, which pass descriptors as
+well; their names are in no file system, and end with the process that has them. Elsewhere they are
+of the loopback network: who comes there shows by a word out of the store that it is a rank, and
+memory goes to processes of one user, by the system's own check.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from ..errors import OffloadError
 
 _LENGTH = struct.Struct("!Q")
 _PEER = struct.Struct("3i")  # process, user, group: struct ucred
+_HELLO_S = 20  # after it has come, before a rank says who it is
 _MOST_BYTES = 1 << 30  # of one message: more is no message of ours
 _meetings = 0  # of this process: the ranks have as many
 _together: weakref.WeakSet[LocalRanks] = weakref.WeakSet()
@@ -93,7 +96,14 @@ class LocalRanks:
         By local rank: of the first rank all others, of any other the first.
     timeout_s : float
         How long a rank waits for the others.
+
+    Attributes
+    ----------
+    passes_files : bool
+        Whether sockets pass descriptors, and say whose process is at the other end.
     """
+
+    passes_files = sys.platform == "linux"
 
     def __init__(self, at: Place, peers: dict[int, socket.socket], timeout_s: float) -> None:
         self.at = at
@@ -165,30 +175,25 @@ class LocalRanks:
             self._peers.popitem()[1].close()
 
     def share_file(self, file: int | None) -> int:
-        """Give all ranks the first one's descriptor, and return this rank's own of that file.
+        """Give all ranks the first one's memory, and return what it goes by in this rank.
+
+        Parameters
+        ----------
+        file : int, optional
+            Of the first rank: see `oracle_offload._core.section_create`.
 
         Raises
         ------
         OffloadError
             The system refused it to some rank.
         """
-        refused = ""
-        if self.is_first:
-            assert file is not None
-            for peer in self._peers.values():
-                with contextlib.suppress(OSError):  # of one that is gone, which is heard below
-                    socket.send_fds(peer, [b"f"], [file])
-        else:
-            peer = self._peers[0]
-            peer.settimeout(self.timeout_s)
-            try:
-                _, found, _, _ = socket.recv_fds(peer, 1, 1, _CLOSE_ON_EXEC)
-            except OSError as error:  # not in time, or the first rank is gone
-                found, refused = [], str(error)
-            if found:
-                file = found[0]
-            else:
-                refused = refused or "too many open files?"
+        from .. import _core
+
+        refused, here = "", file
+        try:
+            here = (self._pass if self.passes_files else self._take)(file)
+        except OSError as error:  # in time it did not come, or the first rank is gone
+            refused = str(error)
 
         def check() -> None:
             if refused:
@@ -201,11 +206,32 @@ class LocalRanks:
         try:
             on_all(self, "descriptor", check)
         except BaseException:
-            if not self.is_first and file is not None:
-                os.close(file)
+            if not self.is_first and here is not None:
+                _core.section_close(here)
             raise
-        assert file is not None
-        return file
+        assert here is not None
+        return here
+
+    def _pass(self, file: int | None) -> int:
+        """Send the descriptor to all others, or return what has come."""
+        if file is not None:
+            for peer in self._peers.values():
+                with contextlib.suppress(OSError):  # of one that is gone, which is heard next
+                    socket.send_fds(peer, [b"f"], [file])
+            return file
+        peer = self._peers[0]
+        peer.settimeout(self.timeout_s)
+        _, found, _, _ = socket.recv_fds(peer, 1, 1, _CLOSE_ON_EXEC)
+        if not found:
+            raise OSError("too many open files?")
+        return found[0]
+
+    def _take(self, file: int | None) -> int:
+        """Say what it goes by in the first rank, of which the others ask the system for it."""
+        from .. import _core
+
+        owner, theirs = self.exchange("offered", [os.getpid(), file])[0]
+        return _core.section_take(owner, theirs) if file is None else file
 
     # ---- messages ----
 
@@ -348,11 +374,6 @@ def _store() -> tuple[Any, float]:
             "share='node' needs a process group, and there is none: start with torchrun (or "
             "accelerate launch) and call torch.distributed.init_process_group() before attach()."
         )
-    if not hasattr(os, "memfd_create"):
-        raise OffloadError(
-            f"share='node' is for Linux alone, and this is {sys.platform}: attach without it, and "
-            "each rank has its own masters."
-        )
     store: Any = _get_default_store()
     return store, float(store.timeout.total_seconds())
 
@@ -376,11 +397,11 @@ def _wait_for_others(
     peers: dict[int, socket.socket] = {}
     ranks = LocalRanks(at, peers, timeout_s)
     until = time.monotonic() + timeout_s
-    name = f"\0oracle_offload-{secrets.token_hex(16)}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
-        door.bind(name)
+    with socket.socket(_family(), socket.SOCK_STREAM) as door:
+        name = _open(door)
         door.listen(at.local_world)
-        store.set(key, name[1:])
+        store.set(key, name)
+        hello = {**hello, "door": name}
         try:
             while len(peers) + 1 < at.local_world:
                 door.settimeout(max(1e-3, until - time.monotonic()))
@@ -402,13 +423,37 @@ def _wait_for_others(
     return ranks
 
 
+def _family() -> int:
+    return socket.AF_UNIX if LocalRanks.passes_files else socket.AF_INET
+
+
+def _open(door: socket.socket) -> str:
+    """Give a socket an address, and return its name, which nobody guesses."""
+    word = secrets.token_hex(16)
+    if LocalRanks.passes_files:
+        door.bind(f"\0oracle_offload-{word}")
+        return f"oracle_offload-{word}"
+    if (alone := getattr(socket, "SO_EXCLUSIVEADDRUSE", None)) is not None:
+        door.setsockopt(socket.SOL_SOCKET, alone, 1)  # else another process may have the port too
+    door.bind(("127.0.0.1", 0))
+    return f"{door.getsockname()[1]} {word}"
+
+
+def _come_to(name: str, peer: socket.socket) -> None:
+    """Connect to the socket that `_open` has named so."""
+    peer.connect("\0" + name if LocalRanks.passes_files else ("127.0.0.1", int(name.split()[0])))
+    _check_user(peer)
+
+
 def _let_in(
     peer: socket.socket, hello: dict[str, Any], peers: dict[int, socket.socket], until: float
 ) -> None:
     """Keep a connection of a rank of ours; of any other process it is closed."""
     try:
         _check_user(peer)
-        said = _receive(peer, until)
+        said = _receive(peer, min(until, time.monotonic() + _HELLO_S))
+        if not secrets.compare_digest(said["door"], hello["door"]):
+            raise ConnectionRefusedError("it does not know the word")
         rank = int(said["local_rank"])
     except (OSError, ValueError, KeyError, TypeError):
         peer.close()
@@ -426,6 +471,8 @@ def _let_in(
 
 def _check_user(peer: socket.socket) -> None:
     """Refuse a process of another user: anybody may have a name, or know one."""
+    if not LocalRanks.passes_files:  # who knows the word gets memory of its own user's alone
+        return
     _, user, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if user != os.geteuid():
         raise ConnectionRefusedError(f"it is of user {user}, this one of user {os.geteuid()}")
@@ -436,7 +483,7 @@ def _go_to_first(
 ) -> LocalRanks:
     import torch.distributed as dist
 
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    peer = socket.socket(_family(), socket.SOCK_STREAM)
     try:
         try:
             name = store.get(key).decode()
@@ -447,16 +494,15 @@ def _go_to_first(
             ) from error
         peer.settimeout(timeout_s)
         try:
-            peer.connect("\0" + name)
-            _check_user(peer)
-        except OSError as error:
+            _come_to(name, peer)
+        except (OSError, ValueError) as error:
             raise OffloadError(
                 f"share='node': rank {at.local_rank} cannot reach rank 0 of this machine "
                 f"({error}): it is gone, or runs on another machine or in another container, which "
                 "LOCAL_RANK and LOCAL_WORLD_SIZE take for this one."
             ) from error
         ranks = LocalRanks(at, {0: peer}, timeout_s)
-        ranks._tell(hello)
+        ranks._tell({**hello, "door": name})
         ranks.exchange("meet")
     except BaseException:
         peer.close()

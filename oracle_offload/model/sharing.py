@@ -1,10 +1,11 @@
 """One host copy for all ranks of a machine: ``attach(..., share="node")``.
 
 The first rank makes a file that has no name and lies in memory; all ranks map it, so it goes with
-the last process that has it, whatever ends that. Each rank fills a part of every piece of masters,
-and nobody reads a piece before all have: what the others filled is compared with what this rank was
-going to fill, or comes from the same files. Each locks what it maps for its own device. Then nobody
-writes it any more, but the first rank, while all others wait (`MemoryManager.writing`).
+the last process that has it, whatever ends that. On Windows it makes an unnamed section for each
+piece, which goes as well. Each rank fills a part of every piece of masters, and nobody reads a
+piece before all have: what the others filled is compared with what this rank was going to fill, or
+comes from the same files. Each locks what it maps for its own device. Then nobody writes it any
+more, but the first rank, while all others wait (`MemoryManager.writing`).
 
 Weights that are trained are never shared: each rank has its own.
 """
@@ -12,7 +13,6 @@ Weights that are trained are never shared: each rank has its own.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import struct
 import weakref
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 NODE = "node"
 _shares: weakref.WeakSet[Share] = weakref.WeakSet()
-_NAME = "oracle_offload"  # of the file, in /proc alone
+_HEAD_BYTES = 4096  # of a page, which has the generation
 _GENERATION = struct.Struct("=Q")
 
 
@@ -65,38 +65,46 @@ class Share:
         self.is_writing = False
         self.merges = 0
         self._file = -1
-        self._header: mmap.mmap | None = None
-        self._begins: dict[int, int] = {}  # in the file, by the address of each piece
-        self._end = mmap.PAGESIZE  # the first page has the generation
+        self._sections: list[int] = []  # one of each piece, where a file cannot grow
+        self._header: HostBuffer | None = None
+        self._places: dict[int, tuple[int, int]] = {}  # file and offset, by a piece's address
+        self._end = whole_pages(_HEAD_BYTES)
         self._names: dict[int, str] = {}  # of tensors, by `id`, for messages
         try:
-            # The others wait for a descriptor next: they are told first whether there is one.
-            on_all(ranks, "made", self._make)
-            self._file = ranks.share_file(self._file if ranks.is_first else None)
+            self._file = self._make(self._end)
             on_all(ranks, "sealed", self._check_seal)
-            self._header = mmap.mmap(self._file, mmap.PAGESIZE)
+            self._header = HostBuffer(_HEAD_BYTES, file=self._file)
         except BaseException:
             self.let_go()
             raise
         self._seen = self._generation()
 
-    def _make(self) -> None:
-        if not self.ranks.is_first:
-            return
-        try:
-            self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self._file, self._end)
-            import fcntl  # which Windows has not
+    def _make(self, nbytes: int) -> int:
+        """Return memory of `nbytes` that all ranks have; the first makes it."""
+        made = -1
 
-            # Else a rank could cut the file off below what another reads.
-            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        except OSError as error:
-            raise OffloadError(
-                f"share='node': the system makes no shared memory ({error}); attach without it, "
-                "and each rank has its own masters."
-            ) from error
+        def make() -> None:
+            nonlocal made
+            try:
+                made = _core.section_create(nbytes) if self.ranks.is_first else -1
+            except OSError as error:
+                raise OffloadError(
+                    f"share='node': the system makes no shared memory ({error}); attach without "
+                    "it, and each rank has its own masters."
+                ) from error
+
+        try:
+            # The others wait for it next: they are told first whether there is one.
+            on_all(self.ranks, "made", make)
+            return self.ranks.share_file(made if self.ranks.is_first else None)
+        except BaseException:
+            if made >= 0:
+                _core.section_close(made)
+            raise
 
     def _check_seal(self) -> None:
+        if not self.ranks.passes_files:  # it comes from the system, and never changes its size
+            return
         import fcntl
 
         with contextlib.suppress(OSError):  # it is no memory of that kind
@@ -110,7 +118,7 @@ class Share:
     @property
     def nbytes(self) -> int:
         """Bytes of the masters in the file."""
-        return self._end - mmap.PAGESIZE
+        return self._end - whole_pages(_HEAD_BYTES)
 
     # ---- what all ranks have to be alike in ----
 
@@ -182,13 +190,18 @@ class Share:
                 raise _first_difference("order of its weights", rank, said[0], theirs)
         nbytes = cuts[-1]
         begin, self._end = self._end, self._end + whole_pages(nbytes)
-        # Whoever is first makes it longer: another that has looked before would make it shorter,
-        # which is sealed.
-        with contextlib.suppress(PermissionError):
-            if os.fstat(self._file).st_size < self._end:
-                os.ftruncate(self._file, self._end)
-        made = HostBuffer(nbytes, node, self._file, begin)
-        self._begins[made.address] = begin
+        if self.ranks.passes_files:
+            file = self._file
+            # Whoever is first makes it longer: another that has looked before would make it
+            # shorter, which is sealed.
+            with contextlib.suppress(PermissionError):
+                if os.fstat(file).st_size < self._end:
+                    os.ftruncate(file, self._end)
+        else:
+            file, begin = self._make(nbytes), 0
+            self._sections.append(file)
+        made = HostBuffer(nbytes, node, file, begin)
+        self._places[made.address] = file, begin
         return made
 
     def fills(self, offset: int, nbytes: int) -> bool:
@@ -324,10 +337,10 @@ class Share:
 
     def part(self, buffer: HostBuffer) -> None:
         """Make a piece this process's own: a page that it writes is copied, others see nothing."""
-        begin = self._begins.get(buffer.address)
-        if begin is not None and not buffer.locked:  # for another engine, which reads it
-            _core.pages_show(buffer.address, whole_pages(buffer.nbytes), self._file, begin)
-            del self._begins[buffer.address]
+        place = self._places.get(buffer.address)
+        if place is not None and not buffer.locked:  # for another engine, which reads it
+            _core.pages_show(buffer.address, whole_pages(buffer.nbytes), *place)
+            del self._places[buffer.address]
 
     def close(self) -> None:
         """Let go of the file, and of the ranks; what lies in it stays as long as it is mapped."""
@@ -335,13 +348,11 @@ class Share:
         self.let_go()
 
     def let_go(self) -> None:
-        """Close this process's descriptors of the file: a mapping of Python's has one as well."""
-        if self._header is not None:
-            self._header.close()
-            self._header = None
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Close what this process has open of it; a forked child has its mapping as well."""
+        self._header = None
+        for file in [*self._sections, *([self._file] if self._file >= 0 else [])]:
+            _core.section_close(file)
+        self._sections, self._file = [], -1
 
 
 def is_shared(unit: Iterable[Tensor]) -> bool:
@@ -374,7 +385,7 @@ def together(share: str | None) -> Iterator[Share | None]:
         yield made
     except BaseException as error:
         ranks.fail_with(error)
-        if made is not None and not made._begins:  # else what has pieces yet closes it
+        if made is not None and not made._places:  # else what has pieces yet closes it
             made.close()
         raise
 

@@ -497,15 +497,16 @@ def early(rank, size, folder):
         raise AssertionError("it was not refused")
 
     said = [fails(Model(), lock="much" if rank else "auto")]
-    make = os.memfd_create
+    core = oracle_offload._core
+    make = core.section_create
     if rank == 0:
 
         def refuse(*args):
             raise OSError("no more of it")
 
-        os.memfd_create = refuse
+        core.section_create = refuse
     said.append(fails(Model()))
-    os.memfd_create = make
+    core.section_create = make
     share_file = host_ranks.LocalRanks.share_file
 
     def exchanged(self, file):
@@ -760,6 +761,25 @@ def starts(rank, size, folder):
     return os.fstat(manager.attachment.pieces.share._file).st_ino
 
 
+def sections(rank, size, folder, name, *more):
+    """Another scenario, with ranks that meet and share as they do on Windows.
+
+    Its unnamed sections are files in memory here, one for each piece.
+    """
+    taken = []
+    take = host_ranks.LocalRanks._take
+
+    def count(self, file):
+        taken.append(take(self, file))
+        return taken[-1]
+
+    host_ranks.LocalRanks._take, host_ranks.LocalRanks.passes_files = count, False
+    oracle_offload.model.masters.PIECE_BYTES = 300_000
+    found = globals()[name](rank, size, folder, *more)
+    assert len(taken) > 1 or name == "killed", "one for the head, and one for each piece"
+    return found
+
+
 def shown(rank, size, folder):
     """A summary, a recording and a watcher say which rank they are of."""
     os.environ["ORACLE_OFFLOAD_HEARTBEAT"] = "1"
@@ -803,7 +823,7 @@ def killed(rank, size, folder, victim, stage):
             end()
         return exchange(self, what, value)
 
-    if rank == victim:
+    if rank == int(victim):
         host_ranks.LocalRanks.exchange = until
         if stage == "accept":  # of the first rank, once another has come to its door
             host_ranks._let_in = end
@@ -884,8 +904,6 @@ def _be_rank(scenario, rank, size, folder, writing, patience_s):
         patience = timedelta(seconds=patience_s)
         meeting = f"file://{folder}/meet"
         dist.init_process_group("gloo", meeting, patience, world_size=size, rank=rank)
-        if name == "killed":
-            more = [int(more[0]), more[1]]
         said = globals()[name](rank, size, folder, *more)
         assert not simulator.reports(), simulator.reports()[:3]
         code = 0

@@ -41,6 +41,8 @@ SCENARIOS = [
     *("half_written", "no_cache", "quantised", "merges"),
     *("other_files", "other_layout", "other_values", "one_fails", "one_is_late"),
     *("descriptor", "no_group", "no_place", "other_number"),
+    *(f"sections:{name}" for name in ("memory", "writes", "files", "abandoned")),
+    *("sections:killed:0:offered", "sections:killed:1:offered", "sections:killed:1:filled"),
     *("killed:0:filled", "killed:1:filled", "killed:1:meet", "killed:1:attached"),
     *(
         "killed:0:writing",
@@ -194,6 +196,37 @@ def test_a_process_of_another_user_is_no_rank(monkeypatch, here):
                 assert not peers and comes.recv(1) == b"", "it was let in"
 
 
+def test_who_does_not_know_the_word_of_the_store_is_no_rank(monkeypatch):
+    """Anybody of this machine can come to a socket of the loopback network."""
+    monkeypatch.setattr(host_ranks.LocalRanks, "passes_files", False)
+    at, until = host_ranks.Place(1, 2, 1, 2), time.monotonic() + 60
+    peers = {}
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        name = f"{door.getsockname()[1]} word"
+        for word in ("another", "word"):
+            comes = socket.create_connection(door.getsockname())
+            ranks = host_ranks.LocalRanks(at, {0: comes}, 60)
+            hello = {**at.as_row(), "version": "1", "key": "key", "door": name}
+            ranks._tell({**hello, "door": name.replace("word", word)})
+            host_ranks._let_in(door.accept()[0], hello, peers, until)
+            assert len(peers) == (word == "word")
+            if word == "another":
+                assert comes.recv(1) == b"", "it was let in"
+            comes.close()
+    peers[1].close()
+
+
+def test_ranks_share_as_they_do_on_windows_with_sections_taken_from_the_first(two):
+    check_one_copy(said(two, "sections:memory"))
+    assert said(two, "sections:writes") == ["done", "done"]
+    assert said(two, "sections:files") == ["equal", "equal"]
+    assert all("no room for the heap" in text for text in said(two, "sections:abandoned"))
+    kills = [row for row in two if row["scenario"].startswith("sections:killed")]
+    assert len(kills) == 3
+    for row in kills:
+        check_kill(row)
+
+
 def test_a_rank_that_was_killed_is_gone_while_a_child_of_it_lives(two):
     (row,) = (row for row in two if row["scenario"] == "orphan")
     assert [rank["code"] for rank in row["ranks"]] == [0, -9], row
@@ -222,7 +255,7 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_group_allows
 
 def check_kill(row):
     """The other ranks hear at once of one that was killed, and no segment is left."""
-    _, victim, stage = row["scenario"].split(":")
+    *_, victim, stage = row["scenario"].split(":")
     killed_s = row["ranks"][int(victim)]["said"]
     for number, rank in enumerate(row["ranks"]):
         assert rank["code"] == (-9 if number == int(victim) else 0), rank["said"]
