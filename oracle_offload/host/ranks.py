@@ -31,6 +31,7 @@ _PEER = struct.Struct("3i")  # process, user, group: struct ucred
 _HELLO_S = 20  # after it has come, before a rank says who it is
 _MOST_BYTES = 1 << 30  # of one message: more is no message of ours
 _meetings = 0  # of this process: the ranks have as many
+_found: Place | None = None  # where it stands, by a meeting, if its launcher has not said it
 _together: weakref.WeakSet[LocalRanks] = weakref.WeakSet()
 
 
@@ -65,7 +66,7 @@ def place() -> Place | None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local, here = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
     except (KeyError, ValueError):
-        return None
+        return _found
     if not (0 <= local < here <= world and 0 <= rank < world):
         return None
     return Place(rank, world, local, here)
@@ -354,9 +355,9 @@ def meet(version: str) -> LocalRanks:
         There is no process group, nobody says which ranks are of this machine, or not all of them
         come in time.
     """
-    global _meetings
+    global _meetings, _found
     store, timeout_s = _store()
-    at = _place_in_group()
+    at = _found = _place_in_group(store)
     _meetings += 1
     key = f"oracle_offload/{at.rank - at.local_rank}/{_meetings}"
     hello = {**at.as_row(), "version": version, "key": key}
@@ -378,17 +379,46 @@ def _store() -> tuple[Any, float]:
     return store, float(store.timeout.total_seconds())
 
 
-def _place_in_group() -> Place:
+def _place_in_group(store: Any) -> Place:
     import torch.distributed as dist
 
-    at = place()
-    if at is None or (at.rank, at.world) != (dist.get_rank(), dist.get_world_size()):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # All ranks say it, for those that are told no more than this.
+    store.set(f"oracle_offload/local/{rank}", os.environ.get("LOCAL_RANK", ""))
+    at = place() or _place_by_local_rank(store, rank, world)
+    if at is None or (at.rank, at.world) != (rank, world):
         raise OffloadError(
             "share='node' places ranks by RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which "
-            f"say {at} here, while the process group has rank {dist.get_rank()} of "
-            f"{dist.get_world_size()}: start with torchrun, or set all four alike."
+            f"say {at} here, while the process group has rank {rank} of {world}: start with "
+            "torchrun, or set all four alike."
         )
     return at
+
+
+def _place_by_local_rank(store: Any, rank: int, world: int) -> Place | None:
+    """As `place`, where a launcher says no LOCAL_WORLD_SIZE: Lightning's own, accelerate's.
+
+    A machine's ranks follow one another, and its LOCAL_RANK begins with 0.
+    """
+    import torch.distributed as dist
+
+    said = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": ""}
+    local = os.environ.get("LOCAL_RANK", "")
+    others = any(os.environ.get(name, value) != value for name, value in said.items())
+    if others or not local.isdecimal() or int(local) > rank:
+        return None
+    first, here = rank - int(local), 1
+    try:
+        while first + here < world:
+            if store.get(f"oracle_offload/local/{first + here}").decode() != str(here):
+                break
+            here += 1
+    except (dist.DistError, RuntimeError) as error:
+        raise OffloadError(
+            f"share='node': rank {first + here} of the job did not come to attach within "
+            f"{store.timeout.total_seconds():.0f} s ({error}). All ranks have to call it."
+        ) from error
+    return Place(rank, world, int(local), here) if int(local) < here else None
 
 
 def _wait_for_others(

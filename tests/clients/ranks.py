@@ -619,8 +619,26 @@ def no_group(rank, size, folder):
 
 
 def no_place(rank, size, folder):
-    os.environ.pop("LOCAL_WORLD_SIZE")
+    os.environ.pop("LOCAL_RANK")
     return refused(lambda: attach(Model()))
+
+
+def local_rank(rank, size, folder):
+    """A launcher that says LOCAL_RANK alone, on two machines: Lightning's own does so."""
+    for name in ("RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+    assert host_ranks.place() is None
+    model = Model()
+    share = attach(model).attachment.pieces.share
+    assert share.ranks.at == host_ranks.place() == host_ranks.Place(rank, size, rank % 2, 2)
+    return os.fstat(share._file).st_ino
+
+
+def uncounted(rank, size, folder):
+    """Nobody says how many ranks there are, and one of them does not come."""
+    del os.environ["LOCAL_WORLD_SIZE"]
+    return one_is_late(rank, size, folder)
 
 
 def other_number(rank, size, folder):

@@ -36,7 +36,8 @@ STAGES = (
 )
 KILLS = [f"killed:{victim}:{stage}" for stage in STAGES for victim in (0, 1)]
 SCENARIOS = [
-    *("bits", "memory", "files", "writes", "saves", "shown", "partly_trained", "nodes@4", "waits"),
+    *("bits", "memory", "files", "writes", "saves", "shown", "partly_trained", "nodes@4"),
+    *("waits", "local_rank@4", "uncounted"),
     *("nothing_frozen", "one_fails_late", "abandoned", "ties", "early", "orphan", "alone"),
     *("half_written", "no_cache", "quantised", "merges"),
     *("other_files", "other_layout", "other_values", "one_fails", "one_is_late"),
@@ -251,11 +252,14 @@ def test_quantised_weights_are_shared_and_no_call_writes_them(two):
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_group_allows(two):
     waited, _ = said(two, "one_is_late")
     assert "1 did not come to attach within 1 s" in waited
+    waited, _ = said(two, "uncounted")
+    assert "rank 1 of the job did not come to attach within 1 s" in waited
 
 
 def check_kill(row):
     """The other ranks hear at once of one that was killed, and no segment is left."""
     *_, victim, stage = row["scenario"].split(":")
+    assert row["seconds"] < 10
     killed_s = row["ranks"][int(victim)]["said"]
     for number, rank in enumerate(row["ranks"]):
         assert rank["code"] == (-9 if number == int(victim) else 0), rank["said"]
@@ -280,13 +284,21 @@ def test_five_starts_share_each_a_segment_of_their_own_and_leave_none(two):
 def check_starts(rows, count):
     assert len(rows) == count
     for row in rows:
+        assert row["seconds"] < 10
         assert all(rank["code"] == 0 for rank in row["ranks"]), row
         assert len({rank["said"] for rank in row["ranks"]}) == 1, "one file for all ranks"
         assert not row["left"]
 
 
 def test_two_machines_have_a_copy_each_and_train_as_one_job(two):
-    inodes = said(two, "nodes@4")
+    check_two_machines(said(two, "nodes@4"))
+
+
+def test_ranks_are_placed_by_their_local_rank_alone_where_no_more_is_said(two):
+    check_two_machines(said(two, "local_rank@4"))
+
+
+def check_two_machines(inodes):
     assert inodes[0] == inodes[1] != inodes[2] == inodes[3]
 
 
