@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class LockedPool:
     """Page-locked buffers, each of which serves the next that fills at least half of it.
 
-    Where no more may be locked, those are unlocked whose size nobody has had for longest.
+    Where no more may be locked, those are unlocked whose size nobody has had for longest. An
+    interrupt leaves it as it was, but for a buffer that nobody hears of: that is lost to the pool.
 
     Parameters
     ----------
@@ -27,7 +28,7 @@ class LockedPool:
     Attributes
     ----------
     give : callable
-        Takes a buffer back; a finalizer may call it.
+        Takes a buffer back, once or twice; a finalizer may call it.
     """
 
     def __init__(self, state: DeviceState, may_lock: Callable[[int], bool]) -> None:
@@ -77,10 +78,12 @@ class LockedPool:
         """
         with self._state.lock:
             while self._back:
-                buffer = self._back.popleft()
+                buffer = self._back[0]
                 if buffer.address in self._buffers:  # else unlocked meanwhile
-                    buffers = self._free.pop(buffer.nbytes, [])
-                    self._free[buffer.nbytes] = [*buffers, buffer]
+                    free = dict(self._free)
+                    others = [other for other in free.pop(buffer.nbytes, []) if other is not buffer]
+                    self._free = {**free, buffer.nbytes: [*others, buffer]}
+                self._back.popleft()
             while self._is_refused and self._free:
                 self._unlock(self._pop(next(iter(self._free))))
 
@@ -93,12 +96,13 @@ class LockedPool:
 
     def _pop(self, size: int) -> HostBuffer:
         """Return a free buffer of this size, which is free no more."""
-        buffers = self._free[size]
-        buffer = buffers.pop()
-        if not buffers:
+        *others, buffer = self._free[size]
+        if others:
+            self._free[size] = others
+        else:
             del self._free[size]
         return buffer
 
     def _unlock(self, buffer: HostBuffer) -> None:
-        self._state.engine.unlock(buffer)
         del self._buffers[buffer.address]
+        self._state.engine.unlock(buffer)  # cut short before it, the end of the buffer does so

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import functools
 import inspect
 import os
-import threading
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -58,6 +58,10 @@ _OTHERS = {
 }
 # The same as modules, which push their hooks inside.
 _OTHER_MODULES = {"OffloadWrapper": "torch's offload_wrapper"}
+# Those whose model's forward is under way: of micro-batches that take turns each has its own.
+_inside: contextvars.ContextVar[tuple[ActivationOffload, ...]] = contextvars.ContextVar(
+    "oracle_offload.activations", default=()
+)
 _active: weakref.WeakKeyDictionary[nn.Module, ActivationOffload] = weakref.WeakKeyDictionary()
 
 
@@ -92,19 +96,23 @@ class _Run:
     """The storages that left from the first after a backward on, and the order of their return."""
 
     def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.trips: list[weakref.ref[_Trip]] = []
+        self.trips: list[tuple[int, weakref.ref[_Trip]]] = []  # each with its bytes
         self.returned: list[int] = []
         self.alive: set[int] = set()  # that somebody else held until backward needed them
         self.order: Sequence[int] | None = None  # what is expected, once backward has begun
         self.at = 0  # in `order`
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each."""
+        return [nbytes for nbytes, _ in self.trips]
 
 
 class _Trip:
     """One storage that autograd has saved: where its bytes are."""
 
     def __init__(self, run: _Run, storage: torch.UntypedStorage) -> None:
-        self.run, self.index = run, len(run.sizes)
+        self.run, self.index = run, len(run.trips)
         self.nbytes = storage.nbytes()
         self.key = storage._cdata
         self.source = StorageWeakRef(storage)  # its key is its own
@@ -115,8 +123,7 @@ class _Trip:
         self.back: list[int] = []
         self.is_leaving = self.is_joined = self.is_back = False
         self.packs = self.uses = 0
-        run.sizes.append(self.nbytes)
-        run.trips.append(weakref.ref(self))
+        run.trips.append((self.nbytes, weakref.ref(self)))
 
 
 class _Anchor:
@@ -269,7 +276,7 @@ class ActivationOffload:
         self._known: dict[int, tuple[weakref.ref[_Anchor], Tensor, int]] = {}  # by storage
         self._leaving: collections.deque[_Trip] = collections.deque()  # held until their copy ran
         self._leaving_bytes = self._held_bytes = 0  # of those; of all that the device holds
-        self._live = 0  # trips that autograd may ask for
+        self._live: set[_Trip] = set()  # that autograd may ask for
         self._run = _Run()
         # Of the last run: sizes, the order of return, and which need not leave.
         self._learned: tuple[list[int], list[int], set[int]] = [], [], set()
@@ -277,7 +284,6 @@ class ActivationOffload:
         self._runs = 0
         self._weights: set[int] = set()
         self._slabs: list[tuple[int, int]] = []
-        self._thread = threading.local()
         self.counts = Counts()
         self.is_active = True
         self._forward = model.__dict__["forward"] = _Forward(self, model)
@@ -399,9 +405,10 @@ class ActivationOffload:
         OffloadError
             A transform of torch.func is active, or something else offloads saved tensors.
         """
+        around = _inside.get()
         if (
             not self.is_active
-            or getattr(self._thread, "is_inside", False)
+            or self in around
             or torch.compiler.is_dynamo_compiling()
             or not torch.is_grad_enabled()
             or _graph_task() != -1
@@ -420,11 +427,11 @@ class ActivationOffload:
             self._look_at_weights()
         hooks = _Hooks(self)
         try:
-            self._thread.is_inside = True
+            _inside.set((*around, self))
             with saving(hooks.pack, hooks.unpack):
                 return forward(*args, **kwargs)
         finally:
-            self._thread.is_inside = False
+            _inside.set(around)
 
     def _look_at_weights(self) -> None:
         """Note where parameters, buffers, masters and slots lie: they are never copied."""
@@ -458,7 +465,10 @@ class ActivationOffload:
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._least_bytes:
             return None
-        address = storage.data_ptr()
+        try:
+            address = storage.data_ptr()
+        except RuntimeError:  # a tracer's tensor, without memory
+            return None
         if address in self._weights or any(a <= address < b for a, b in self._slabs):
             return None
         return storage
@@ -483,8 +493,8 @@ class ActivationOffload:
                     self._begin_run()
                 trip = _Trip(self._run, storage)
                 anchor = _Anchor(trip)
-                self._live += 1
                 weakref.finalize(anchor, self._has_gone, trip).atexit = False
+                self._live.add(trip)  # an interrupt before this leaves none that never goes
                 self._depart(trip, storage, stream)
                 self._known[trip.key] = weakref.ref(anchor), writes, writes._version
             anchor.trip.packs += 1
@@ -611,7 +621,7 @@ class ActivationOffload:
         """Start the copies of what comes next, as far as the budget reaches."""
         order = run.order or ()
         while run.at < len(order):
-            trip = run.trips[order[run.at]]()
+            trip = run.trips[order[run.at]][1]()
             if (
                 trip is not None
                 and trip.uses == 0
@@ -631,26 +641,23 @@ class ActivationOffload:
     def _expect(self, run: _Run) -> None:
         """Backward begins: expect the order of the last run like it, or the reverse of forward."""
         sizes, order, _ = self._learned
-        run.order = order if sizes == run.sizes else range(len(run.sizes) - 1, -1, -1)
+        run.order = order if sizes == run.sizes else range(len(run.trips) - 1, -1, -1)
 
     def _begin_run(self) -> None:
         """Learn from the last one: what came back first, within half of the budget, stays."""
-        run = self._run
+        run, sizes = self._run, self._run.sizes
         self._runs += 1
-        is_alike = self._learned[0] == run.sizes and self._runs % _RUNS_BELIEVED
+        is_alike = self._learned[0] == sizes and self._runs % _RUNS_BELIEVED
         self._alive = run.alive | (self._alive if is_alike else set())
         room, stays = self.device_budget // 2, set(self._alive)
         for index in run.returned:
             if index not in self._alive:
-                room -= run.sizes[index]
+                room -= sizes[index]
                 if room < 0:
                     break
                 stays.add(index)
-        self._learned = run.sizes, run.returned, stays
+        self._learned = sizes, run.returned, stays
         self._run = _Run()
-        if not self._live:
-            self._held_bytes = self._leaving_bytes = 0
-            self._leaving.clear()
 
     def _leave_out_forwards(self) -> None:
         """Begin anew, and learn nothing, where most of what was saved has gone without a backward.
@@ -658,11 +665,14 @@ class ActivationOffload:
         A validation that records a graph would else grow the run, and hide the order of a step.
         """
         run = self._run
-        if run.order is None and 2 * self._live <= len(run.sizes):
+        if run.order is None and 2 * len(self._live) <= len(run.trips):
             self._run = _Run()
 
     def _reap(self) -> None:
-        """End the trips that nobody needs any more: a finalizer calls no engine."""
+        """End the trips that nobody needs any more: a finalizer calls no engine.
+
+        What an interrupt cuts short is done once more: each line of it may run twice.
+        """
         while self._gone:
             trip = self._gone[0]
             self._end(trip.back)
@@ -675,13 +685,16 @@ class ActivationOffload:
             if row is not None and row[0]() is None:
                 del self._known[trip.key]
             if trip.buffer is not None:
-                buffer, trip.buffer = trip.buffer, None
-                self._pool.give(buffer)
+                self._pool.give(trip.buffer)
+                trip.buffer = None
+            self._live.discard(trip)
             self._gone.popleft()
-            self._live -= 1
         self._pool.settle()
         while self._leaving and not self._leaving[0].is_leaving:
             self._leaving.popleft()
+        if not self._live:  # whatever an interrupt left of them
+            self._held_bytes = self._leaving_bytes = 0
+            self._leaving.clear()
 
     def _count(self, **more: int) -> None:
         now = self.counts._asdict()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import linecache
 import pickle
+import sys
 import types
 import weakref
 
@@ -16,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
+from oracle_offload.engine import locked
 from oracle_offload.engine.engines import open_states
 from oracle_offload.engine.simulator import Schedule
 from oracle_offload.errors import OffloadError
@@ -79,7 +82,7 @@ def losses(model, device, steps=3, autocast=False, save=contextlib.nullcontext):
 def count_live(offload):
     gc.collect()
     offload.after_step()
-    return offload._live, offload._held_bytes, len(offload._leaving)
+    return len(offload._live), offload._held_bytes, len(offload._leaving)
 
 
 @pytest.fixture(params=[False, True], ids=["resident", "attached"])
@@ -227,6 +230,62 @@ def test_views_of_one_storage_travel_once(device):
         assert_same(loss, expected)
 
 
+class Reads(nn.Module):
+    """Computes with a layer's weight itself: what torch saves of it is a handle."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+
+    def forward(self, x):
+        return (x @ self.inner.weight).tanh()
+
+
+def test_a_handle_passes_through_uncopied(device, monkeypatch):
+    model, resident = Reads(), Reads().to(device)
+    x, y = batch(device), batch(device)
+    resident(x).sum().backward()
+    asked = []
+    with attached(model, device), offload_activations(model, 16) as offload:
+        looks = module.ActivationOffload.storage_that_leaves
+
+        def look(self, tensor):
+            found = looks(self, tensor)
+            asked.append((type(tensor).__name__, found is not None))
+            return found
+
+        monkeypatch.setattr(module.ActivationOffload, "storage_that_leaves", look)
+        model(y).sum().backward()
+        assert asked == [("Handle", False), ("Tensor", True)]
+        assert offload.counts.left == 1 and offload.counts.left_bytes == LEAST
+    assert_same(y.grad, x.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("interleave", [True, False], ids=["in turns", "one by one"])
+def test_what_each_micro_batch_saves_leaves(device, kind, interleave):
+    """They take turns in one thread, and each has its own hooks."""
+
+    def inputs():
+        return [batch(device, number) for number in range(3)]
+
+    resident, model = Model(kind).to(device), Model(kind)
+    for x in inputs():
+        resident(x).square().mean().backward()
+    with attached(model, device), offload_activations(model, LEAST) as offload:
+        for _ in range(2):
+            model.zero_grad()
+            oracle_offload.accumulate(
+                lambda x: model(x).square().mean(), inputs(), interleave=interleave
+            )
+            assert_same(gradients(model), gradients(resident))
+        saved = 15 if kind == "plain" else 4  # of a micro-batch
+        assert offload.counts.left + offload.counts.stayed >= 2 * 3 * saved, offload.counts
+        assert offload.counts.returned > 0 or not interleave
+        assert count_live(offload) == (0, 0, 0)
+
+
 def test_weights_and_masters_never_leave(device, manage):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     with manage(model, device), offload_activations(model, 16) as offload:
@@ -360,6 +419,63 @@ def test_a_step_that_breaks_off_leaves_nothing(device, manage, where, error):
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         assert_same(losses(model, device, steps=1), expected)
         assert count_live(offload) == (0, 0, 0) and offload.counts.returned > 0
+
+
+def interrupt(number, step):
+    """Raise at the n-th instruction of the modules that move activations; where, if it came to it.
+
+    Not at the begin or the end of a ``with``: there the interpreter looks for no interrupt.
+    """
+    files, where = {module.__file__, locked.__file__}, []
+
+    def inside(frame, event, _):
+        nonlocal number
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        number -= event == "opcode" and not line.lstrip().startswith("with ")
+        if number == 0 and not where:
+            where.append(f"{frame.f_code.co_name}, line {frame.f_lineno}")
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return inside
+
+    def enter(frame, event, _):
+        if frame.f_code.co_filename not in files:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return inside
+
+    sys.settrace(enter)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            step()
+    finally:
+        sys.settrace(None)
+    return where
+
+
+def test_an_interrupt_anywhere_leaves_nothing():
+    """At every third instruction: the next step ends what it cuts short, and has the same bits."""
+    model = nn.Sequential(nn.Tanh(), nn.Tanh())
+    x = torch.randn(8, 8, requires_grad=True)
+
+    def step():
+        x.grad = None
+        model(x).sum().backward()
+
+    step()
+    expected = x.grad.clone()
+    number = 0
+    with offload_activations(model, 256, device_budget=1) as offload:
+        step()
+        while where := interrupt(number := number + 3, step):
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, where
+            step()
+            assert_same(x.grad, expected)
+            offload.after_step()
+            held = len(offload._live), offload._held_bytes, len(offload._leaving)
+            assert held == (0, 0, 0), where
+        assert number > 1000 and offload.counts.returned > number // 3
+    assert not open_states() and offload.host_bytes == 0
 
 
 def test_a_graph_that_is_thrown_away_gives_its_memory_back(device):
@@ -524,6 +640,45 @@ def test_a_checkpoint_around_the_model_keeps_what_it_keeps(device):
     assert_same(*results)
 
 
+class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
+    """Its functions are defined where torchtune defines those of its own."""
+
+    def __init__(self):
+        def pack(tensor):
+            return tensor
+
+        super().__init__(pack, pack)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "vjp", "jvp", "jacrev", "jacfwd"])
+def test_a_transform_of_torch_func_is_refused_by_name(device, transform):
+    model = Model().to(device)
+    x = batch(device).detach()
+    calls = {
+        "grad": lambda f: f(lambda y: model(y).sum())(x),
+        "vjp": lambda f: f(model, x),
+        "jvp": lambda f: f(model, (x,), (x,)),
+        "vmap": lambda f: f(model)(x[None]),
+    }
+    with offload_activations(model, LEAST) as offload:
+        with pytest.raises(OffloadError, match=r"transform of torch\.func"):
+            calls.get(transform, lambda f: f(model)(x))(getattr(torch.func, transform))
+        # What hands weights over transforms nothing.
+        weights = dict(model.named_parameters())
+        torch.func.functional_call(model, weights, (batch(device),)).sum().backward()
+        assert offload.counts.left > 0
+
+
+@pytest.mark.slow
+def test_what_is_traced_is_left_alone():
+    model = Model()
+    x = batch("cpu").detach()
+    expected, _ = torch.func.linearize(model, x)
+    with offload_activations(model, LEAST):  # what a tracer computes with has no memory
+        found, _ = torch.func.linearize(model, x)
+        assert_same(found, expected)
+
+
 def test_a_second_offloader_is_refused_by_name(device):
     model = Model().to(device)
     x = batch(device)
@@ -537,8 +692,11 @@ def test_a_second_offloader_is_refused_by_name(device):
             pytest.raises(OffloadError, match=r"graph\.save_on_cpu"),
         ):
             model(x)
-        with pytest.raises(OffloadError, match=r"torch\.func"):
-            torch.func.vmap(model)(x[None])
+        with (
+            OffloadActivations(),
+            pytest.raises(OffloadError, match="torchtune's OffloadActivations"),
+        ):
+            model(x)
 
     # The inner model was told first: the one outside finds it; here it is told last.
     outer = nn.Sequential(model)
