@@ -23,12 +23,13 @@ from ..model.attachment import Attachment
 from ..model.kept import OFFLOADED
 from ..model.masters import trim_heap
 from ..model.residents import move_residents
-from .run_folder import find_run_folder
+from .run_folder import find_run_folder, find_trainer
 from .self_streaming import keep_in_place, let_move
 from .together import follow_setting
 
 _DEVICE = "_memory_management_device"  # on a managed module: where it computes
 _MANAGED = "_is_memory_managed"  # on its Parameters
+SHARE = "layer_offloading_share"  # of the section `model`: who has the frozen weights together
 _ADAPTER = "ara_lora_ref"  # on a module whose accuracy is mended by a LoRA: its weak reference
 
 
@@ -83,7 +84,8 @@ class MemoryManager(manager.MemoryManager):
 
         A LoRA that mends a layer's accuracy (``ara_lora_ref``) is attached with its layer. Parts
         that are attached already stay with their own manager. The learned order of use is kept in
-        the folder that the trainer saves to, if it is a trainer that attaches.
+        the folder that the trainer saves to, if it is a trainer that attaches. Where its setting
+        says so, all processes of this machine have the weights in one copy.
 
         Parameters
         ----------
@@ -117,6 +119,7 @@ class MemoryManager(manager.MemoryManager):
                 ram_budget=OFFLOADED,
                 ignore_modules=ignored,
                 order_file=find_run_folder(),
+                share=_share_of(module),
             )
         except selection.NothingToManage:
             return
@@ -173,6 +176,20 @@ class MemoryManager(manager.MemoryManager):
             for part in self.module.modules()
             if not is_managed(part) and (part._parameters or part._buffers)
         ]
+
+
+def _share_of(module: nn.Module) -> str | None:
+    """Return who has the frozen weights of `module` together, by the trainer's setting.
+
+    What is loaded is frozen for it here already: a trainer freezes it next, and lets train what it
+    trains. Its network is its own.
+    """
+    trainer = find_trainer()
+    share: str | None = None if trainer is None else (trainer.config.get("model") or {}).get(SHARE)
+    if share is None or module is getattr(trainer, "network", None):
+        return None
+    module.requires_grad_(False)
+    return share
 
 
 def _adapters_of(module: nn.Module, ignored: list[Any]) -> list[nn.Module]:

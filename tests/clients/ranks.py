@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import oracle_offload  # noqa: E402
 from oracle_offload import OffloadError  # noqa: E402
+from oracle_offload.aitoolkit.memory_manager import SHARE, MemoryManager  # noqa: E402
 from oracle_offload.engine import simulator  # noqa: E402
 from oracle_offload.host import ranks as host_ranks  # noqa: E402
 from oracle_offload.observe import heartbeat, live  # noqa: E402
@@ -160,6 +161,45 @@ def memory(rank, size, folder):
     ours = mapping("Rss", "Pss")
     dist.barrier()  # until then nobody may end
     return {**ours, "nbytes": manager.attachment.pieces.share.nbytes}
+
+
+def peak(rank, size, folder):
+    """What all ranks take at the most while they fill from files: no rank has all of it beside."""
+    pieces, piece = 8, 8 << 20  # of two layers each
+    oracle_offload.model.masters.PIECE_BYTES = piece
+    sys.modules["oracle_offload.model.locking"].RING_BYTES = 1 << 20
+    sharing = sys.modules["oracle_offload.model.sharing"]
+    path = Path(folder) / "peak.safetensors"
+
+    def model():
+        layers = (torch.nn.Linear(1024, 1024, bias=False) for _ in range(2 * pieces))
+        return torch.nn.Sequential(*layers).requires_grad_(False)
+
+    if rank == 0:
+        oracle_offload.save_weights(model(), path)
+    dist.barrier()
+    with oracle_offload.empty_weights():
+        empty = model()
+    oracle_offload.model.masters.trim_heap()
+    before, taken = memory_of_process(), []
+    wait_until_filled = sharing.Share.wait_until_filled
+
+    def filled(self, *args):
+        taken.append(memory_of_process() - before)
+        wait_until_filled(self, *args)
+        taken.append(memory_of_process() - before)
+
+    sharing.Share.wait_until_filled = filled
+    manager = oracle_offload.attach(empty, "cpu", share="node", weights=path)
+    assert len(manager.attachment.buffers) == pieces and len(taken) == 2 * pieces
+    dist.barrier()
+    return {"peak": max(taken), "weights": pieces * piece, "piece": piece}
+
+
+def memory_of_process():
+    """Return the process's part of all that it maps, in bytes."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(text.split("\nPss:")[1].split()[0])
 
 
 def mapping(*wanted):
@@ -286,6 +326,37 @@ def waits(rank, size, folder):
             assert not seen("left", size - 1), "a rank left while another writes"
     flag("left")
     return "waited"
+
+
+class Trainer:
+    """A process of AI-Toolkit that loads a model, as far as `MemoryManager` looks at it."""
+
+    def __init__(self, folder, section):
+        self.save_root, self.config, self.network = str(folder), {"model": section}, None
+
+    def load(self, model):
+        MemoryManager.attach(model, "cpu", 0.9, adapters(model))
+        return model._memory_manager
+
+
+def aitoolkit(rank, size, folder):
+    """Its configuration asks for one copy; what it loads is not frozen yet."""
+    trainer = Trainer(folder, {SHARE: "node"})
+    model = Model().requires_grad_()
+    x = inputs(rank, 0)
+    expected = model(x)
+    manager = trainer.load(model)
+    share = manager.attachment.pieces.share
+    assert share.nbytes >= sum(b.base.weight.nbytes for b in model.blocks)
+    assert torch.equal(model(x), expected)
+    trainer.network = Model().requires_grad_()
+    own = trainer.load(trainer.network)
+    assert own.attachment.pieces.share is None and all(
+        p.requires_grad for p in trainer.network.parameters()
+    )
+    plain = Model()
+    assert Trainer(folder, {}).load(plain).attachment.pieces.share is None
+    return os.fstat(share._file).st_ino
 
 
 def nothing_frozen(rank, size, folder):

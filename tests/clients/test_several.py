@@ -37,7 +37,7 @@ STAGES = (
 KILLS = [f"killed:{victim}:{stage}" for stage in STAGES for victim in (0, 1)]
 SCENARIOS = [
     *("bits", "memory", "files", "writes", "saves", "shown", "partly_trained", "nodes@4"),
-    *("waits", "local_rank@4", "uncounted"),
+    *("waits", "local_rank@4", "uncounted", "aitoolkit", "peak"),
     *("nothing_frozen", "one_fails_late", "abandoned", "ties", "early", "orphan", "alone"),
     *("half_written", "no_cache", "quantised", "merges"),
     *("other_files", "other_layout", "other_values", "one_fails", "one_is_late"),
@@ -102,6 +102,20 @@ def check_one_copy(ranks):
     assert abs(sum(rank["Pss"] for rank in ranks) - nbytes) <= 4096 * len(ranks)
 
 
+def test_ranks_that_fill_from_files_never_have_more_than_the_weights_and_two_pieces(two):
+    check_peak(said(two, "peak"))
+
+
+def check_peak(ranks):
+    weights, piece = ranks[0]["weights"], ranks[0]["piece"]
+    fixed = (
+        12 << 20
+    )  # of each rank, whatever the weights: threads, rings, memory of before the fork
+    total = sum(rank["peak"] for rank in ranks)
+    assert weights <= total <= weights + 2 * piece + fixed * len(ranks), ranks
+    assert weights + 2 * piece + fixed * len(ranks) < weights * len(ranks), "or a copy for each"
+
+
 def test_weights_from_files_are_read_once_and_shared_compressed_too(two):
     assert said(two, "files") == ["equal", "equal"]
 
@@ -116,6 +130,11 @@ def test_no_rank_goes_on_before_all_have_filled_and_let_write(two):
 
 def test_what_is_trained_is_each_ranks_own_and_the_rest_is_shared(two):
     assert said(two, "partly_trained") == ["trained", "trained"]
+
+
+def test_a_configuration_of_ai_toolkit_asks_for_one_copy(two):
+    first, second = said(two, "aitoolkit")
+    assert first == second
 
 
 def test_distributed_checkpoints_load_what_is_trained_and_fsdp_is_refused(two):
@@ -302,6 +321,43 @@ def check_two_machines(inodes):
     assert inodes[0] == inodes[1] != inodes[2] == inodes[3]
 
 
+LAUNCHERS = {
+    "lightning": (),  # its own: the first process starts the other
+    "accelerate": (
+        *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+        *("--num_machines", "1", "--main_process_port", "0", "--mixed_precision", "no"),
+        *("--dynamo_backend", "no"),
+    ),
+    "trainer": (
+        *("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+        *("--nproc-per-node", "2"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_each_launcher_shares_and_has_the_bits_of_resident_models(tmp_path, kind):
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(EXAMPLES.parent)
+    found = {}
+    for share in ("node", "plain"):
+        program = [str(PROGRAM.with_name("launched.py")), kind, share, str(tmp_path / share)]
+        ended = subprocess.run(
+            [sys.executable, *LAUNCHERS[kind], *program],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=environment,
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        found[share] = [json.loads(path.read_text()) for path in (tmp_path / share).iterdir()]
+    assert len({rank["adapters"] for ranks in found.values() for rank in ranks}) == 1, found
+    assert len(found["node"]) == len(found["plain"]) == 2
+    for rank in found["node"]:
+        assert rank["shared_by"] == 2 and rank["shared_bytes"] > 400_000, rank
+
+
 @pytest.mark.slow
 def test_two_agents_of_torchrun_train_as_the_page_says(tmp_path):
     """Two on this machine, each with two ranks, for two machines: the example, as it stands."""
@@ -342,9 +398,10 @@ def test_two_agents_of_torchrun_train_as_the_page_says(tmp_path):
 
 @pytest.mark.slow
 def test_four_ranks_have_one_copy_and_the_bits_of_resident_models(tmp_path):
-    rows = run(tmp_path, 4, ["bits", "memory", "files", "writes", "saves"], 540)
+    rows = run(tmp_path, 4, ["bits", "memory", "peak", "files", "writes", "saves"], 540)
     assert said(rows, "bits") == ["equal"] * 4
     check_one_copy(said(rows, "memory"))
+    check_peak(said(rows, "peak"))
     assert said(rows, "files") == ["equal"] * 4
     assert said(rows, "writes") == ["done"] * 4
     assert said(rows, "saves") == ["loaded"] * 4
