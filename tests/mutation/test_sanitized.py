@@ -25,6 +25,12 @@ PLANTED = {
         "",
         "oo__engine_add_unit",
     ),
+    "leak of what was to be kept": (
+        "csrc/python/engine_type.c",
+        "        free(kept);\n        return oo__raise_for(object, status);\n",
+        "        return oo__raise_for(object, status);\n",
+        "oo__engine_keep",
+    ),
     "overflow": (
         "csrc/python/engine_type.c",
         "PyMem_Malloc((n_tensors + 1) * sizeof *offsets)",

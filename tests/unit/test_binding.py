@@ -406,6 +406,45 @@ def test_an_engine_is_not_closed_under_a_call_of_another_thread() -> None:
     assert simulator.reports() == []
 
 
+def test_an_engine_is_closed_to_other_threads_while_it_is_being_closed() -> None:
+    """What a download left queued, when even waiting failed, is waited for at the end."""
+    engine = _core.Engine(LIBRARY, 0)
+    driver = ctypes.CDLL(LIBRARY)
+    context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+    assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert driver.cuCtxPushCurrent_v2(context) == 0
+    assert driver.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0
+    source, target = (ctypes.create_string_buffer(64) for _ in range(2))
+    with a_stream_that_waits(stream.value or 0) as go_on:
+        with (
+            simulator.fault("cuEventSynchronize", result=701),
+            simulator.fault("cuStreamSynchronize", result=701),
+            pytest.raises(DriverError, match="cuEventSynchronize"),
+        ):
+            addresses = ctypes.addressof(target), ctypes.addressof(source)
+            engine.download(*addresses, 64, stream.value or 0)
+        before = simulator.call_count("cuStreamSynchronize")
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        deadline = time.monotonic() + 60
+        while simulator.call_count("cuStreamSynchronize") == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        late = threading.Timer(5, go_on.set)  # for a call that would wait for the engine
+        late.start()
+        for call in (engine.stats, engine.add_model, lambda: engine.device_name):
+            with pytest.raises(OffloadError, match="this engine is closed"):
+                call()
+        assert engine.close() is None and closing.is_alive()
+        late.cancel()
+        go_on.set()
+        closing.join()
+    assert driver.cuStreamDestroy_v2(stream) == 0
+    assert driver.cuCtxPopCurrent_v2(None) == 0
+    assert driver.cuDevicePrimaryCtxRelease_v2(0) == 0
+    assert simulator.reports() == []
+
+
 @pytest.mark.parametrize("call", ["stamp", "acquire", "keep", "map", "release"])
 def test_a_call_waits_for_another_thread_without_the_interpreter_s_lock(call: str) -> None:
     """What the other thread waits for is Python: with the lock kept, it would never come."""
