@@ -156,6 +156,7 @@ def memory(rank, size, folder):
     """One copy in all: each rank's share of the pages is its part of it."""
     model = Model()
     manager = attach(model)
+    assert all(buffer.locked for buffer in manager.attachment.buffers)  # by each rank
     assert len([p.sum() for p in model.parameters()]) > LAYERS  # each page is read by each rank
     dist.barrier()
     ours = mapping("Rss", "Pss")
@@ -795,6 +796,18 @@ def writes(rank, size, folder):
     assert all(torch.all(p == rank) for p in model.parameters())
     assert "was detached" in refused(lambda: share.ranks.exchange("late"))
     return "done"
+
+
+def in_place(rank, size, folder):
+    """Who writes past all calls ends at that line; the others keep their weights and hear of it."""
+    model = Model()
+    manager = attach(model)
+    before = [p.clone() for p in frozen(model).values()]
+    if rank:
+        model.blocks[3].base.weight.data.mul_(2)
+    said = refused(manager.refresh)
+    assert all(map(torch.equal, frozen(model).values(), before))
+    return said
 
 
 class MeZO(torch.optim.Optimizer):

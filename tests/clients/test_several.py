@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -35,11 +36,12 @@ STAGES = (
     *("attached", "writing", "merged", "written"),
 )
 KILLS = [f"killed:{victim}:{stage}" for stage in STAGES for victim in (0, 1)]
+KILLS += [f"sections:killed:{victim}:offered" for victim in (0, 1)]
 SCENARIOS = [
     *("bits", "memory", "files", "writes", "saves", "shown", "partly_trained", "nodes@4"),
     *("waits", "local_rank@4", "uncounted", "aitoolkit", "peak"),
     *("nothing_frozen", "one_fails_late", "abandoned", "ties", "early", "orphan", "alone"),
-    *("half_written", "no_cache", "quantised", "merges"),
+    *("half_written", "no_cache", "quantised", "merges", "in_place"),
     *("other_files", "other_layout", "other_values", "one_fails", "one_is_late"),
     *("descriptor", "no_group", "no_place", "other_number"),
     *(f"sections:{name}" for name in ("memory", "writes", "files", "abandoned")),
@@ -250,6 +252,13 @@ def test_ranks_share_as_they_do_on_windows_with_sections_taken_from_the_first(tw
 def test_a_rank_that_was_killed_is_gone_while_a_child_of_it_lives(two):
     (row,) = (row for row in two if row["scenario"] == "orphan")
     assert [rank["code"] for rank in row["ranks"]] == [0, -9], row
+    assert "rank 1 of this machine is gone" in row["ranks"][0]["said"]
+    assert not row["left"]
+
+
+def test_who_writes_what_is_shared_past_all_calls_ends_at_that_line(two):
+    (row,) = (row for row in two if row["scenario"] == "in_place")
+    assert [rank["code"] for rank in row["ranks"]] == [0, -signal.SIGSEGV], row
     assert "rank 1 of this machine is gone" in row["ranks"][0]["said"]
     assert not row["left"]
 

@@ -465,3 +465,18 @@ def test_cards_behind_one_switch_reach_their_joint_bound_as_the_page_says():
     page = several_cards.PAGE.read_text("utf-8")
     lines = several_cards.table([one, shared, apart])
     assert all(line in page for line in lines), "benchmarks/several_cards.py --page"
+
+
+@pytest.mark.slow
+def test_one_to_eight_cards_reach_their_joint_bound_and_the_page_has_what_they_take():
+    listed, page = several_cards.cells(), several_cards.PAGE.read_text("utf-8")
+    for training in several_cards.TRAININGS:
+        rows = [
+            several_cards.run(several_cards.Cell(training, cards, switches))
+            for switches in (1, 2)
+            for cards in range(switches, 9)
+        ]
+        for row in rows:
+            assert several_cards.GOAL <= row["of_bound"] <= 1.001, row
+        lines = several_cards.table([row for row in rows if row["cell"] in listed])
+        assert all(line in page for line in lines), "benchmarks/several_cards.py --page"
