@@ -574,3 +574,44 @@ def test_bytes_go_home_to_stay_and_come_in_from_locked_memory() -> None:
     assert stats["host_waits"] == 1 and simulator.reports() == []
     engine.unlock(buffer)
     life.close_unused()
+
+
+@pytest.mark.skipif(sys.platform not in ("linux", "win32"), reason="there are no sections")
+def test_a_section_is_one_memory_for_all_who_take_and_map_it() -> None:
+    section = _core.section_create(5000)
+    taken = _core.section_take(os.getpid(), section)
+    assert taken != section
+    one, other = _core.HostBuffer(5000, file=section), _core.HostBuffer(5000, -1, taken, 0)
+    assert not any(bytes(one))
+    memoryview(one)[4999] = 7
+    assert memoryview(other)[4999] == 7
+    one.protect(False)
+    memoryview(other)[0] = 8
+    assert memoryview(one)[0] == 8
+    _core.pages_show(other.address, 8192, taken, 0)  # its own from now on
+    memoryview(other)[0] = 9
+    assert (memoryview(one)[0], memoryview(other)[4999]) == (8, 7)
+    _core.section_close(section)
+    _core.section_close(taken)
+    assert memoryview(one)[4999] == 7
+    with pytest.raises(OSError):
+        _core.section_take(os.getpid(), section)
+    with pytest.raises(OffloadError, match="does not map 5000 bytes of shared memory"):
+        _core.HostBuffer(5000, file=section)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a section is no file there")
+def test_a_section_that_the_system_refuses_is_an_error_with_its_reason() -> None:
+    import resource
+
+    section = _core.section_create(5000)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            _core.section_create(5000)
+        with pytest.raises(OSError, match="Too many open files"):
+            _core.section_take(os.getpid(), section)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    _core.section_close(section)
