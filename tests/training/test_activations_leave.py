@@ -525,6 +525,16 @@ def test_an_interrupt_anywhere_leaves_nothing():
     assert not open_states() and offload.host_bytes == 0
 
 
+def test_a_buffer_that_is_given_back_twice_serves_one():
+    """An interrupt may have it given back once more."""
+    with offload_activations(nn.Tanh(), 256, device="cpu") as offload:
+        pool = offload._pool
+        buffer = pool.take(256)
+        pool.give(buffer)
+        pool.give(buffer)
+        assert pool.take(256) is buffer is not pool.take(256)
+
+
 def test_a_graph_that_is_thrown_away_gives_its_memory_back(device):
     model = Model().to(device)
     with offload_activations(model, LEAST) as offload:
