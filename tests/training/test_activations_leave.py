@@ -527,7 +527,8 @@ def test_an_interrupt_anywhere_leaves_nothing():
 
 def test_a_buffer_that_is_given_back_twice_serves_one():
     """An interrupt may have it given back once more."""
-    with offload_activations(nn.Tanh(), 256, device="cpu") as offload:
+    model = nn.Tanh()  # the offload ends with it
+    with offload_activations(model, 256, device="cpu") as offload:
         pool = offload._pool
         buffer = pool.take(256)
         pool.give(buffer)
