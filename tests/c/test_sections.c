@@ -18,6 +18,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #endif
@@ -274,6 +275,13 @@ static void test_what_is_no_section_is_refused(void) {
 #if !defined(_WIN32)
     CHECK(ftruncate(section, UNIT) < 0 && errno == EPERM, "it was cut off");
     CHECK(fcntl(section, F_GETFD) == FD_CLOEXEC, "a child has it");
+    struct rlimit before, none;
+    CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0, "no limit");
+    none = before;
+    none.rlim_cur = 0;
+    CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0, "not limited");
+    CHECK(oo_section_create(BYTES) < 0 && errno == EMFILE, "why there is none: %d", errno);
+    CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0, "limited for good");
 #endif
     oo_section_close(section);
     CHECK(!oo__pages_map_shared(BYTES, section, 0), "it is open");
