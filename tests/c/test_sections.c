@@ -296,6 +296,6 @@ static const struct check_case cases[] = {
 
 int main(int argc, char **argv) {
     if (argc == 5 && strcmp(argv[1], "--play") == 0)
-        return play(argv[2], (unsigned)strtoul(argv[3], NULL, 10), atoi(argv[4]));
+        return play(argv[2], (unsigned)strtoul(argv[3], NULL, 10), (int)strtol(argv[4], NULL, 10));
     return check_main(argc, argv, cases, CHECK_COUNT(cases), NULL);
 }
