@@ -191,7 +191,8 @@ def _merge(merge: Callable[..., Any]) -> Callable[..., Any]:
         move_residents(homes, _HOST)
         weights = list(base.parameters())
         try:
-            with vars(base)[HANDLE].attachment.merging(weights):
+            # What a merge makes, a scale say, is made where the weights are.
+            with vars(base)[HANDLE].attachment.merging(weights), _HOST:
                 before_frozen_write(weights)
                 try:
                     return merge(adapter, *args, **kwargs)
