@@ -526,31 +526,38 @@ def _is_tensor(returned: Any) -> bool:
     return isinstance(returned.type, torch.TensorType)
 
 
+def _each(change: Callable[[Any], Any], values: Any) -> Any:
+    """Return a list or tuple with each value changed, and those of lists and tuples inside."""
+    return type(values)(
+        [_each(change, one) if type(one) in (list, tuple) else change(one) for one in values]
+    )
+
+
+def _each_of(change: Callable[[Any], Any], values: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(values, _each(change, [*values.values()]), strict=True))
+
+
 def _put_off(of: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return handles of what an operator makes of handles and constants."""
 
     def told(value: Any) -> Any:
         if isinstance(value, Handle):
             return _state(value).like
-        if isinstance(value, Tensor):
-            return torch.empty_like(value, device="meta")
-        return [told(one) for one in value] if type(value) in (list, tuple) else value
+        return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
     def kept(value: Any) -> Any:
         if isinstance(value, Handle):
             return _state(value).value
-        if isinstance(value, Tensor):
-            return value.detach().clone()  # as it is now
-        return [kept(one) for one in value] if type(value) in (list, tuple) else value
+        return value.detach().clone() if isinstance(value, Tensor) else value  # as it is now
 
     state = _state(of)
     places = frozenset[int]().union(
         *(_state(handle).value.places for handle in _handles_in((*args, *kwargs.values())))
     )
     with torch.inference_mode(False):
-        geometry = {key: told(value) for key, value in kwargs.items() if key != "device"}
-        like = func(*map(told, args), **geometry)
-        row = places, func, tuple(map(kept, args)), {key: kept(v) for key, v in kwargs.items()}
+        geometry = {key: value for key, value in kwargs.items() if key != "device"}
+        like = func(*_each(told, args), **_each_of(told, geometry))
+        row = places, func, _each(kept, args), _each_of(kept, kwargs)
         if func is _aten.as_strided.default:  # where that begins in the memory of a tensor
             row = *row[:2], (*row[2][:3], like.storage_offset() - state.like.storage_offset()), {}
         alike = [
@@ -646,27 +653,37 @@ def _borrowing(
         reverse=True,
     )
 
-    def take_next() -> Any:
-        if not waiting:
-            return run(slots)
-        layer, begun = waiting.pop(), False
+    return _lend_in_turn(waiting, slots, run, func, args, kwargs)
 
-        def go_on(tensors: Tensors) -> Any:
-            nonlocal begun
-            begun = True
-            slots[id(layer)] = tensors
-            return take_next()
 
-        own = [_state(each) for each in found if _state(each).layer is layer]
-        _check(layer, own)
-        try:
-            return _lend(layer, func, _seconds(layer, func, args, kwargs), go_on)
-        except NoRoomError:
-            if begun:
-                raise
-            return go_on(_beside(layer))
+# No function inside another calls itself: it would keep what it computes with until a collection.
+def _lend_in_turn(
+    waiting: list[Borrower],
+    slots: dict[int, Tensors],
+    run: Callable[[dict[int, Tensors]], Any],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Return ``run(slots)`` once the leaves of `waiting` are in their slots too."""
+    if not waiting:
+        return run(slots)
+    layer, begun = waiting.pop(), False
 
-    return take_next()
+    def go_on(tensors: Tensors) -> Any:
+        nonlocal begun
+        begun = True
+        slots[id(layer)] = tensors
+        return _lend_in_turn(waiting, slots, run, func, args, kwargs)
+
+    handles = _handles_in((*args, *kwargs.values()))
+    _check(layer, [state for state in map(_state, handles) if state.layer is layer])
+    try:
+        return _lend(layer, func, _seconds(layer, func, args, kwargs), go_on)
+    except NoRoomError:
+        if begun:
+            raise
+        return go_on(_beside(layer))
 
 
 def _run(
@@ -692,12 +709,9 @@ def _run(
             if given is not None and any(value is each for each in written):
                 given[id(found)] = value
             return found
-        if type(value) in (list, tuple):
-            return type(value)(map(real, value))
         return value
 
-    values, named = tuple(map(real, args)), {key: real(value) for key, value in kwargs.items()}
-    result = run_in_mode(func, values, named)
+    result = run_in_mode(func, _each(real, args), _each_of(real, kwargs))
     memory = {t.untyped_storage().data_ptr() for ts in slots.values() for t in ts if t is not None}
     return _apart(result, memory, given or {})
 

@@ -1,6 +1,8 @@
 """A weight that borrows its bytes: what any library computes with it has the resident's bits."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -218,6 +220,29 @@ def test_no_dequantised_weight_is_kept_for_backward():
         assert [type(layer) for layer in manager.layers] == [QuantisedLayer]
         assert kept_bytes(lambda: managed(x)) == 0
     assert kept_bytes(lambda: resident(x)) == 4 * IN * OUT
+
+
+@pytest.mark.parametrize(
+    "product", [dequantised, in_place, by_parts, own_product], ids=lambda p: p.__name__
+)
+def test_what_it_is_computed_with_goes_without_a_collection(product):
+    """It may be all activations of a block, and collections are rare."""
+    model = nn.Sequential(Invented(product)).requires_grad_(False)
+    with attached(model) as manager:
+        assert [type(layer) for layer in manager.layers] == [QuantisedLayer]
+        for _ in range(2):
+            model(torch.randn(3, IN))
+        gc.collect()
+        gc.disable()
+        try:
+            x = torch.randn(3, IN, requires_grad=True)
+            gone = weakref.ref(x)
+            model(x)  # a graph that no backward frees
+            del x
+            assert gone() is None
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
 
 
 def test_what_it_is_computed_with_is_as_it_was_in_forward():
