@@ -80,8 +80,7 @@ class Late:
     def __init__(self, state: DeviceState) -> None:
         self._state = state
         while state.unended:
-            state.engine.trip_end(state.unended[-1][0])
-            state.unended.pop()
+            _end(state, *state.unended.pop())
         self.is_watched = any(map(_is_watched, _landed_on(state)))
         self._flights: dict[int, _Flight] = {}  # by the `id` of the master; the latest is the last
         self._leaving: dict[int, tuple[Tensor, int]] = {}  # on the device still, by the ticket

@@ -652,7 +652,6 @@ def _borrowing(
         key=lambda layer: layer.member,
         reverse=True,
     )
-
     return _lend_in_turn(waiting, slots, run, func, args, kwargs)
 
 
