@@ -38,6 +38,11 @@ DEPTHS_AND_FLAGS = (
     *("_get_flash_sdp_enabled", "_get_math_sdp_enabled"),
     *("_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled"),
 )
+# Of float32, by library and operator.
+PRECISIONS = (
+    ("generic", "all"),
+    *((library, kind) for library in ("cuda", "mkldnn") for kind in ("all", "matmul", "conv", "rnn")),
+)
 
 OWN_SETTINGS = ("ORACLE_OFFLOAD_", "GPU_CHECK_")  # what variables of the environment begin with
 
@@ -66,6 +71,9 @@ def questions(torch: Any, simulated: bool) -> tuple[tuple[str, ...], tuple[Calla
     top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8
     if top_hooks:
         found["hooks of saved tensors"] = functools.partial(top_hooks, False)
+    precision = getattr(torch._C, "_get_fp32_precision_getter", None)  # torch 2.9
+    for library, kind in PRECISIONS if precision else ():
+        found[f"precision of {library} {kind}"] = functools.partial(precision, library, kind)
     for place, names in ((torch, SWITCHES), (torch._C, DEPTHS_AND_FLAGS)):
         found |= {name: getattr(place, name) for name in names if hasattr(place, name)}
     return tuple(found), tuple(found.values())

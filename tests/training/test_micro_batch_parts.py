@@ -776,6 +776,33 @@ def test_a_precision_that_others_follow_is_put_back_with_them(which: tuple[str, 
         kernel_flags.restore(before)
 
 
+DEFAULT = """
+import torch
+from oracle_offload.train.micro_batches import kernel_flags
+
+def by_default():  # "tf32", but what it is below where that says something
+    torch._C._set_fp32_precision_setter("generic", "all", "ieee")
+    found = torch._C._get_fp32_precision_getter("cuda", "conv")
+    torch._C._set_fp32_precision_setter("generic", "all", "none")
+    return found, torch._C._get_fp32_precision_getter("cuda", "conv")
+
+before = kernel_flags.now()
+print(*by_default())
+torch.backends.fp32_precision = "ieee"
+inside = kernel_flags.now()
+for values in (before, inside, before):
+    kernel_flags.restore(values)
+    assert kernel_flags.now() == values
+print(*by_default())
+"""
+
+
+@pytest.mark.skipif(not hasattr(C, "_set_fp32_precision_setter"), reason="torch 2.9 and later")
+def test_a_default_precision_is_still_one_after_it_was_put_back(forks: Any) -> None:
+    before, after = forks.print(DEFAULT).splitlines()
+    assert before == after == "ieee tf32"
+
+
 def test_numbers_that_are_too_small_are_flushed_where_they_were() -> None:
     before = kernel_flags.now()
     tiny = torch.full((), 1e-40)

@@ -27,6 +27,7 @@ CHANGES = {
     "default device": 'torch.set_default_device("meta")',
     "are_deterministic_algorithms_enabled": "torch.use_deterministic_algorithms(True)",
     "get_float32_matmul_precision": 'torch.set_float32_matmul_precision("high")',
+    "precision of mkldnn conv": 'torch.backends.mkldnn.conv.fp32_precision = "ieee"',
     "_get_cudnn_benchmark": "torch.backends.cudnn.benchmark = True",
     "_get_mkldnn_enabled": "torch._C._set_mkldnn_enabled(False)",
     "default generator": "torch.default_generator = torch.Generator()",

@@ -33,10 +33,6 @@ _NAMES = (
     "qengine",
     "rocm_fa_preferred_backend",
     "sdp_priority_order",
-    # Those of older torch: setting them also sets the precisions below, so they come before them.
-    "float32_matmul_precision",
-    "cudnn_allow_tf32",
-    "onednn_allow_tf32",
 )
 # Of float32, by library and operator, from torch 2.9 on; one that is "none" is as what it is below.
 _PRECISIONS = (
@@ -44,6 +40,10 @@ _PRECISIONS = (
     *((library, "all") for library in ("cuda", "mkldnn")),
     *((library, kind) for library in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn")),
 )
+
+# Those of older torch. Setting them also sets precisions, and for good: cuDNN's are "tf32" by default
+# and follow what they are below, which nothing can bring back once they were set.
+_OLDER_PRECISIONS = ("float32_matmul_precision", "cudnn_allow_tf32", "onednn_allow_tf32")
 
 _LEAST = 5e-324  # which is zero where a thread flushes what is too small
 
@@ -104,6 +104,7 @@ def _flags() -> Iterator[Flag]:
     yield from filter(None, map(_named, _NAMES))
     if hasattr(_C, "_set_fp32_precision_setter"):
         yield from (_precision(*one) for one in _PRECISIONS)
+    yield from filter(None, map(_named, _OLDER_PRECISIONS))
 
 
 _FLAGS = tuple(_flags())
@@ -116,8 +117,9 @@ def now() -> list[Any]:
 
 def restore(values: list[Any]) -> None:
     """Set what is not as it was."""
-    if now() == values:
-        return
-    for (get, put), value in zip(_FLAGS, values, strict=True):
-        if get() != value:
-            put(value)
+    for _ in range(2):  # again, as an older switch sets precisions too
+        if now() == values:
+            return
+        for (get, put), value in zip(_FLAGS, values, strict=True):
+            if get() != value:
+                put(value)
