@@ -41,8 +41,8 @@ _PRECISIONS = (
     *((library, kind) for library in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn")),
 )
 
-# Those of older torch. Setting them also sets precisions, and for good: cuDNN's are "tf32" by default
-# and follow what they are below, which nothing can bring back once they were set.
+# Those of older torch. Setting them also sets precisions, and for good: cuDNN's are "tf32" by
+# default and follow what they are below, which nothing can bring back once they were set.
 _OLDER_PRECISIONS = ("float32_matmul_precision", "cudnn_allow_tf32", "onednn_allow_tf32")
 
 _LEAST = 5e-324  # which is zero where a thread flushes what is too small
