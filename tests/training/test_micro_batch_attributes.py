@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -21,10 +23,31 @@ pytestmark = pytest.mark.skipif(not can_take_turns(), reason="turns are taken fr
 WIDTH, BLOCKS = 32, 6
 knob = SimpleNamespace(scale=1.0)
 level = 1.0
+levels = [1.0]
+
+
+class Kind:
+    scale = 1.0
+
+
+def closed():
+    around = 1.0
+
+    def read():
+        return around
+
+    def write(value):
+        nonlocal around
+        around = value
+
+    return read, write
+
+
+read_around, write_around = closed()
 
 
 def at_level(x):
-    return x * level
+    return x * level * levels[0] * Kind.scale * read_around()
 
 
 class Twice(torch.autograd.Function):
@@ -66,20 +89,22 @@ class Block(nn.Module):
     def __init__(self, net):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.net = [net]
+        self.net, self.held = [net], {"scale": 1.0}
 
     def forward(self, x):
         (net,) = self.net
-        return x + at_level(self.down(torch.tanh(self.up(x)) * knob.scale * net.scale))
+        held = net.held["scale"] * net.options.scale * net.options.parts[0] * self.held["scale"]
+        return x + at_level(self.down(torch.tanh(self.up(x)) * knob.scale * net.scale * held))
 
 
 class Net(nn.Module):
-    """Its blocks read an attribute of it, one of a global object, and a global."""
+    """Its blocks read attributes, globals, and what those and they themselves hold."""
 
     def __init__(self, run="plain", sets=None):
         super().__init__()
         self.run, self.sets = RUN[run], sets
-        self.scale = 1.0
+        self.scale, self.held = 1.0, {"scale": 1.0}
+        self.options = SimpleNamespace(scale=1.0, parts=[1.0])
         self.blocks = nn.ModuleList(Block(self) for _ in range(BLOCKS))
 
     def forward(self, x):
@@ -94,7 +119,7 @@ class Net(nn.Module):
 def globals_as_before():
     global level
     yield
-    knob.scale = level = 1.0
+    knob.scale = level = levels[0] = Kind.scale = 1.0
 
 
 def pair(*arguments):
@@ -182,6 +207,116 @@ def global_level(model, x):
 
 def sets_scale(net, x):
     net.scale = number_of(x)
+
+
+def set_in_blocks(model, value):
+    for block in model.blocks:
+        block.held["scale"] = value
+
+
+HELD = {
+    f"'levels' of {__name__}": lambda model, value: levels.__setitem__(0, value),
+    "'scale' of Kind": lambda model, value: setattr(Kind, "scale", value),
+    "'around' of closed.<locals>.read": lambda model, value: write_around(value),
+    "'held' of Net": lambda model, value: model.held.update(scale=value),
+    "'options' of Net": lambda model, value: setattr(model.options, "scale", value),
+    "'parts' of Net": lambda model, value: model.options.parts.__setitem__(0, value),
+    "'held' of Block": set_in_blocks,
+}
+
+
+@pytest.mark.parametrize("run", ["nonreentrant", "nested"])
+def test_what_is_held_in_containers_classes_and_closures_is_each_micro_batchs(device, run):
+    def step(model, x):
+        for number, put in enumerate(HELD.values()):
+            put(model, number_of(x) * (1 + 0.1 * number))
+        y = model(x.requires_grad_())
+        for put in HELD.values():
+            put(model, 1.0)
+        return y.square().mean()
+
+    is_as_the_loop(*pair(run), device, step, own=[])
+
+
+def test_what_is_held_there_for_the_next_micro_batch_is_refused_by_name(device):
+    model, _ = pair("plain")
+    with streamed(model, device):
+        for name, put in HELD.items():
+
+            def step(x, put=put):
+                put(model, number_of(x))
+                return loss_of(model, x)
+
+            with pytest.raises(OffloadError, match=f"leave different {re.escape(name)}:"):
+                accumulate(step, inputs(device))
+            assert levels == [1.0] and (Kind.scale, read_around()) == (1.0, 1.0)
+            assert {model.held["scale"], *(block.held["scale"] for block in model.blocks)} == {1.0}
+            assert (model.options.scale, model.options.parts) == (1.0, [1.0])
+
+
+def test_what_is_held_there_by_what_is_named_is_each_micro_batchs(device):
+    """Its attributes are, and a container or a class that is named itself."""
+
+    def step(model, x):
+        for name, put in HELD.items():
+            if "closed" not in name:
+                put(model, number_of(x))
+        return loss_of(model, x)
+
+    model, resident = pair("nonreentrant")
+    own = [model, *model.blocks, model.options, Kind, levels]
+    is_as_the_loop(model, resident, device, step, own=own)
+    last = number_of(inputs(device)[-1])
+    assert [*levels, Kind.scale, *model.options.parts, model.held["scale"]] == [last] * 4
+
+
+def test_each_micro_batch_may_keep_what_it_has_computed_under_a_name_of_its_own(device):
+    def sets(net, x):
+        net.held.setdefault(number_of(x), torch.ones(2))
+        net.held.setdefault("all", torch.ones(2))
+
+    is_as_the_loop(*pair("plain", sets), device, loss_of, own=[])
+
+
+def test_to_containers_each_adds_its_own_and_they_are_joined_in_order(device):
+    def step(net, x):
+        number = number_of(x)
+        net.options.parts.append(number)
+        net.held.setdefault("all", []).append(number)
+        net.held.setdefault("numbers", set()).add(number)
+        net.scale = net.options.parts[-1]  # its own, whoever has added meanwhile
+        loss = loss_of(net, x)
+        net.scale = 1.0
+        return loss
+
+    model, resident = pair("plain")
+    is_as_the_loop(model, resident, device, step, own=[])
+    assert model.options.parts == resident.options.parts
+    assert model.held == resident.held and len(model.held["numbers"]) == len(inputs(device))
+
+
+def cleared(net, x):
+    net.options.parts[:] = [number_of(x)]
+
+
+def counted(net, x):
+    net.held["scale"] += 1
+
+
+def set_anew(net, x):
+    net.held["kept"] = {"x": number_of(x)}
+
+
+@pytest.mark.parametrize(
+    ("sets", "name"), [(cleared, "parts"), (counted, "held"), (set_anew, "held")]
+)
+def test_what_is_not_only_added_is_refused_by_name(device, sets, name):
+    model, _ = pair("plain", sets)
+    before = copy.deepcopy((model.options, model.held))
+    refused = pytest.raises(OffloadError, match=f"leave different '{name}' of Net:")
+    with streamed(model, device), refused:
+        accumulate(functools.partial(loss_of, model), inputs(device))
+    assert (model.options, model.held) == before
 
 
 def counts(net, x):

@@ -31,13 +31,17 @@ pytestmark = pytest.mark.skipif(not can_take_turns(), reason="turns are taken fr
 WIDTH, LAYERS = 64, 8  # of which the arena holds six
 
 
+class Turns(list):
+    """What all micro-batches note: of a class of its own, it is nobody's."""
+
+
 class Chain(nn.Module):
     """Layers one after the other; it notes which micro-batch computes which of them."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-        self.seen = []
+        self.seen = Turns()
 
     def layer(self, number, x, index):
         self.seen.append((index, number))

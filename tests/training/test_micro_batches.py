@@ -1201,12 +1201,14 @@ def test_attributes_are_the_same_where_that_can_be_seen():
         *((1, 1), ("a", "a"), (0.5, 0.5), (True, True), (None, None)),
         *((torch.float16, torch.float16), (torch.device("cpu"), torch.device("cpu"))),
         *(((1, [2, "b"]), (1, [2, "b"])), (torch.ones(2), torch.ones(2))),
+        *(({1: 2}, {1: 2}), ({"a": [torch.ones(2)]}, {"a": [torch.ones(2)]}), ({1}, {1})),
     ]
     others = [
         *((1, 2), ("a", "b"), (0.5, 0.25), (True, False), (None, 0)),
         *((torch.float16, torch.float32), (torch.device("cpu"), torch.device("meta"))),
         *(((1, [2]), (1, [3])), ((1,), [1]), ([1], [1, 2]), (torch.ones(2), torch.zeros(2))),
-        *((torch.ones(2), 1), ({1: 2}, {1: 2}), (SimpleNamespace(a=1), SimpleNamespace(a=1))),
+        *((torch.ones(2), 1), ({1: 2}, {1: 3}), ({1: 2}, {2: 2}), ({1}, {2}), ({1}, {1: 1})),
+        (SimpleNamespace(a=1), SimpleNamespace(a=1)),
     ]
     assert [are_same(copy.deepcopy(a), b) for a, b in same] == [True] * len(same)
     assert [are_same(a, b) for a, b in others] == [False] * len(others)

@@ -375,10 +375,11 @@ class _Accumulation:
 
     # ---- taking turns ----
 
-    def _grain_ended(self, *_: Any) -> None:
+    def _grain_ended(self, module: nn.Module, *_: Any) -> None:
         micro_batch = self._here()
         if micro_batch is None:
             return
+        self._states.places.look_at(module)
         if micro_batch.is_divisible():
             self._make_room(micro_batch)
         else:
@@ -421,7 +422,9 @@ class _Accumulation:
         self._current = micro_batch
         self._states.restore(self._ambient)
         self._states.generators.seed(micro_batch.seed)
+        self._states.places.look_at_all()  # once it makes room
         micro_batch.result = self._step(micro_batch.batch)
+        self._states.places.look_at_all()
         if not micro_batch.roots:
             micro_batch.hand_over(_checked_loss(micro_batch.result))
             micro_batch.state = self._states.now()  # which its backward is to find
@@ -467,12 +470,14 @@ class _Accumulation:
 
     def _answers(self) -> list[Any]:
         if self.micro_batches:
-            self._ambient = self._ambient._replace(owned=self.micro_batches[-1].left)
+            left = [micro_batch.left for micro_batch in self.micro_batches]
+            self._ambient = self._ambient._replace(owned=self._states.places.last(left))
         return [micro_batch.answer() for micro_batch in self.micro_batches]
 
     def _forwards(self) -> None:
         carried = _CarriedState(self._models())
-        self._states.places.watch(self._models())
+        blocks = [module for grains in self._grains for module in grains.modules]
+        self._states.places.watch(self._models(), blocks)
         for grains in self._grains:
             for module in grains.modules:
                 module.register_forward_hook(self._ended_hook)

@@ -1,16 +1,22 @@
 """What steps and forwards keep in attributes and globals: each micro-batch has its own.
 
 The attributes of objects that the caller names are exchanged as a whole. Of all else it is found
-out while the micro-batches compute: which attributes of modules are written, and which of the
-globals that the models' code reads. Such a one is exchanged from then on, too. But who sets it
-before reading it, and who goes on from what the one before has left, looks the same from outside:
-so it is refused, with its name, where the micro-batches leave it different.
+out while the micro-batches compute: which attributes of modules are written, which of the globals,
+closures and class attributes that the models' code reads, and what those and the modules hold in
+lists, sets, dicts and objects. Such a one is exchanged from then on, too. But who sets it before
+reading it, and who goes on from what the one before has left, looks the same from outside: so it is
+refused, with its name, where the micro-batches leave it different.
 """
 
 from __future__ import annotations
 
+import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
+from enum import Enum, EnumType
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +28,14 @@ from ...layers.swap import base_class
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "missing"})()
 _CODE = types.FunctionType | type | types.ModuleType | types.BuiltinFunctionType
 _PLAIN = bool | int | float | str | torch.dtype | torch.device
+# Of a class of its own it may make what it answers.
+_CONTAINERS = {dict, list, set, OrderedDict, defaultdict}
+_EMPTY: dict[type, Any] = {dict: {}, list: [], set: set()}
+_MOST_ITEMS = 1000  # of what holds more nothing is looked at: a vocabulary, say
+_DEEPEST = 3  # containers and objects within each other
+_OF_MODULES = vars(nn.Module()).keys()
+# Whose objects and classes keep nothing that a forward reads, or do so on purpose for all.
+_PASSED_OVER = sys.stdlib_module_names | {"torch", "oracle_offload"}
 
 
 class Attributes(NamedTuple):
@@ -34,10 +48,83 @@ class Attributes(NamedTuple):
 class _Place(NamedTuple):
     """One attribute that was found to be written."""
 
-    values: dict[str, Any]  # of which it is one
+    values: Any  # of which it is one: a dict, or what is asked like one
     name: str
     before: Any  # what it was before the first micro-batch wrote it
     owner: str
+
+    def joined(self, of_each: Sequence[Any]) -> Any:
+        """Return what each has added to a container, with what was there; or `_MISSING`."""
+        return _joined(self.before, of_each) if isinstance(self.values, _Content) else _MISSING
+
+
+class _Content:
+    """What a container holds, like a dict of one entry; the same object as long as it is that."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+        self.last = self._copy()
+
+    def _copy(self) -> Any:
+        return next(kind(self.held) for kind in (dict, list, set) if isinstance(self.held, kind))
+
+    def _is_last(self) -> bool:
+        if len(self.held) != len(self.last) or isinstance(self.held, set):
+            return bool(self.held == self.last)
+        if isinstance(self.held, dict):
+            return all(
+                map(is_, chain(self.held, self.held.values()), chain(self.last, self.last.values()))
+            )
+        return all(map(is_, self.held, self.last))
+
+    def get(self, _: str, __: Any = None) -> Any:
+        if not self._is_last():
+            self.last = self._copy()
+        return self.last
+
+    def __setitem__(self, _: str, value: Any) -> None:
+        if isinstance(self.held, list):
+            self.held[:] = value
+        else:
+            self.held.clear()
+            self.held.update(value)
+        self.last = value
+
+
+class _Cell:
+    """A variable of a function around, like a dict of one entry."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def get(self, _: str, default: Any = None) -> Any:
+        try:
+            return self._cell.cell_contents
+        except ValueError:  # it is empty
+            return default
+
+    def __setitem__(self, _: str, value: Any) -> None:
+        self._cell.cell_contents = value
+
+    def pop(self, *_: Any) -> None:
+        del self._cell.cell_contents
+
+
+class _OfClass:
+    """The attributes of a class, like a dict."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return vars(self._kind).get(name, default)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._kind, name, value)
+
+    def pop(self, name: str, *_: Any) -> None:
+        if name in vars(self._kind):
+            delattr(self._kind, name)
 
 
 class Places:
@@ -46,13 +133,17 @@ class Places:
     Parameters
     ----------
     own : sequence of object
-        Those whose attributes are, and what dicts there hold, unless it is a module.
+        Those whose attributes are, with what they hold; or classes, or containers.
     """
 
     def __init__(self, own: Sequence[object] = ()) -> None:
-        self._own = own
+        self._own = [one for one in own if type(getattr(one, "__dict__", None)) is dict]
+        self._own_content = [one for one in own if all(one is not other for other in self._own)]
         self._found: dict[tuple[int, str], _Place] = {}
         self._watched: list[_Place] = []
+        self._watched_of: dict[int, list[_Place]] = {}  # by the `id` of a block
+        self._looks_at_all = False
+        self._may_differ: set[int] = set()  # the `id` of what somebody has named
 
     def __bool__(self) -> bool:
         return bool(self._own or self._found)
@@ -85,15 +176,63 @@ class Places:
             else:
                 place.values.pop(place.name, None)
 
+    def last(self, of_each: Sequence[Attributes]) -> Attributes:
+        """Return what they are after all micro-batches: as the last has left them.
+
+        But a container to which each has only added has what all have added, in their order; no
+        micro-batch finds what another has added.
+        """
+        found = dict(of_each[-1].found)
+        for key, place in self._found.items():
+            joined = place.joined([one.found.get(key, place.before) for one in of_each])
+            if joined is not _MISSING:
+                found[key] = joined
+        return of_each[-1]._replace(found=found)
+
     # ---- what is found out ----
 
-    def watch(self, models: Iterable[nn.Module]) -> None:
-        """Look from now on at the globals that the code of `models` reads."""
+    def watch(self, models: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
+        """Look from now on at the globals that the code of `models` reads, and what modules hold.
+
+        What the modules of a block hold is looked at where the block has computed, and where a
+        micro-batch sets out and ends: there are many of them.
+        """
         own = {id(values) for values in self._named()}
-        self._watched = [p for p in _globals_read_by(models) if id(p.values) not in own]
+        seen = set(own)
+        named = list(self._within_own(seen))
+        self._may_differ = {id(place.values) for place in named}
+        self._watched_of = {id(block): list(_held_by([block], seen)) for block in blocks}
+        self._watched = [*named, *_held_by(models, seen)]
+        self._watched += [p for p in _globals_read_by(models, seen) if id(p.values) not in own]
+
+    def _within_own(self, seen: set[int]) -> Iterator[_Place]:
+        for one in self._own_content:
+            if isinstance(one, type):
+                yield from _of_class(one, seen)
+            else:
+                yield from _within(one, "own", type(one).__name__, seen)
+        for one in self._own:
+            of_torch = _OF_MODULES if isinstance(one, nn.Module) else ()
+            if not isinstance(one, types.ModuleType):
+                for name in vars(one).keys() - of_torch:
+                    yield from _within(vars(one)[name], name, type(one).__name__, seen)
+
+    def look_at_all(self) -> None:
+        """Look at what every module holds when it is next asked what is there."""
+        self._looks_at_all = True
+
+    def look_at(self, block: nn.Module) -> None:
+        """Look at what the modules of a block hold, which has computed."""
+        self._look(self._watched_of.get(id(block), ()))
 
     def _look_at_watched(self) -> None:
-        for place in self._watched:
+        self._look(self._watched)
+        if self._looks_at_all:
+            self._looks_at_all = False
+            self._look(chain.from_iterable(self._watched_of.values()))
+
+    def _look(self, places: Iterable[_Place]) -> None:
+        for place in places:
             if place.values.get(place.name, _MISSING) is not place.before:
                 self._found.setdefault((id(place.values), place.name), place)
 
@@ -118,14 +257,19 @@ class Places:
         ------
         OffloadError
             They are different, or no more what they were before. What was missing, or None, may
-            have become the same for all: it is computed once and kept.
+            have become the same for all: it is computed once and kept. To a container each may
+            have added: see `last`.
         """
         for key, place in self._found.items():
             first, *others = (one.found.get(key, place.before) for one in of_each)
+            if id(place.values) in self._may_differ:
+                continue
             new = place.before is _MISSING or place.before is None
             if all(are_same(first, other) for other in others) and (
                 new or are_same(place.before, first)
             ):
+                continue
+            if place.joined([first, *others]) is not _MISSING:
                 continue
             raise OffloadError(
                 f"the steps leave different {place.name!r} of {place.owner}: what one micro-batch "
@@ -133,6 +277,36 @@ class Places:
                 "read, give each its own: own=[...] with the object (or Python's module) that "
                 "has it. Else pass interleave=False."
             )
+
+
+def _joined(before: Any, of_each: Sequence[Any]) -> Any:
+    """Return what was there before with what each has added, in their order; or `_MISSING`.
+
+    Of entries of dicts that several have added, those that are containers are joined too.
+    """
+    if not any(
+        isinstance(before, kind) and all(isinstance(one, kind) for one in of_each)
+        for kind in _EMPTY
+    ):
+        return _MISSING
+    if isinstance(before, set):
+        return before.union(*of_each) if all(before <= one for one in of_each) else _MISSING
+    if isinstance(before, list):
+        have_before = all(len(one) >= len(before) and all(map(is_, before, one)) for one in of_each)
+        added = chain.from_iterable(one[len(before) :] for one in of_each)
+        return [*before, *added] if have_before else _MISSING
+    if not all(before.keys() <= one.keys() for one in of_each):
+        return _MISSING
+    joined: dict[Any, Any] = {}
+    for name in dict.fromkeys(chain(before, *of_each)):
+        values = [one[name] for one in of_each if name in one]
+        joined[name] = values[0]
+        if not all(are_same(before.get(name, values[0]), value) for value in values):
+            empty = None if name in before else _EMPTY.get(type(values[0]))
+            joined[name] = _joined(empty, values)
+            if joined[name] is _MISSING:
+                return _MISSING
+    return joined
 
 
 def missing_or(values: dict[str, Any], name: str) -> Any:
@@ -149,21 +323,97 @@ def are_same(one: Any, other: Any) -> bool:
         return like and torch.equal(one, other.to(one.device))
     if isinstance(one, tuple | list) and type(one) is type(other):
         return len(one) == len(other) and all(map(are_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(are_same(one[name], other[name]) for name in one)
+    if isinstance(one, set) and isinstance(other, set):
+        return one == other
     return isinstance(one, _PLAIN) and isinstance(other, _PLAIN) and one == other
 
 
-def _globals_read_by(models: Iterable[nn.Module]) -> Iterator[_Place]:
+def _held_by(models: Iterable[nn.Module], seen: set[int]) -> Iterator[_Place]:
+    """Yield what modules hold in containers and objects, but not those whose `id` is in `seen`."""
+    for module in (module for model in models for module in model.modules()):
+        for name in vars(module).keys() - _OF_MODULES:
+            yield from _within(vars(module)[name], name, base_class(module).__name__, seen)
+
+
+def _within(value: Any, name: str, owner: str, seen: set[int], depth: int = 0) -> Iterator[_Place]:
+    """Yield the containers and objects that `value` is, or holds."""
+    inner: Any = ()
+    if type(value) in _CONTAINERS:
+        inner = value
+    elif isinstance(value, tuple):
+        yield from _within_each(value, name, owner, seen, depth)
+    elif isinstance(value, types.SimpleNamespace) or _is_an_object(value):
+        inner = vars(value)
+        for kind in type(value).__mro__:
+            yield from _of_class(kind, seen)
+    if not isinstance(inner, tuple) and id(inner) not in seen and len(inner) <= _MOST_ITEMS:
+        seen.add(id(inner))
+        content = _Content(inner)
+        yield _Place(content, name, content.last, owner)
+        if inner is value:
+            held = inner.values() if isinstance(inner, dict) else inner
+            yield from _within_each(held, name, owner, seen, depth)
+        elif depth < _DEEPEST:
+            for attribute, one in list(inner.items()):
+                yield from _within(one, attribute, owner, seen, depth + 1)
+
+
+def _within_each(
+    held: Iterable[Any], name: str, owner: str, seen: set[int], depth: int
+) -> Iterator[_Place]:
+    if depth < _DEEPEST:
+        for one in list(held):
+            yield from _within(one, name, owner, seen, depth + 1)
+
+
+def _is_an_object(value: Any) -> bool:
+    """Whether it is of a class whose objects keep what somebody has set."""
+    if isinstance(value, nn.Module | Tensor | Enum | _CODE) or _is_passed_over(type(value)):
+        return False
+    return type(getattr(value, "__dict__", None)) is dict
+
+
+def _of_class(kind: type, seen: set[int], names: Container[str] | None = None) -> Iterator[_Place]:
+    """Yield the attributes of a class that are no code: all, or those of `names`."""
+    if id(kind) in seen or isinstance(kind, EnumType) or _is_passed_over(kind):
+        return
+    if names is None:
+        seen.add(id(kind))
+    values = _OfClass(kind)
+    for name, value in list(vars(kind).items()):
+        if names is not None and name not in names:
+            continue
+        if not name.startswith("__") and not isinstance(value, _CODE | nn.Module):
+            if not hasattr(type(value), "__get__"):
+                yield _Place(values, name, value, kind.__name__)
+            yield from _within(value, name, kind.__name__, seen)
+
+
+def _globals_read_by(models: Iterable[nn.Module], held: set[int]) -> Iterator[_Place]:
     """Yield what the code of `models` reads by name beside its modules' attributes.
 
-    Globals, and attributes of those that are objects or modules of Python; not functions and
-    classes. Code of torch keeps nothing for a forward.
+    Globals, variables of functions around, attributes of classes and of those that are objects or
+    modules of Python, and what they hold; not functions and classes. Code of torch keeps nothing
+    for a forward. `held` has the `id` of what is passed over.
     """
     seen: set[tuple[int, str]] = set()
     waiting = list(_functions_of(models))
     known = {function.__code__ for function in waiting}
+    for kind in {kind for model in models for m in model.modules() for kind in type(m).__mro__}:
+        yield from _of_class(kind, held)
     while waiting:
         function = waiting.pop()
         values, names = function.__globals__, list(_names(function.__code__))
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            value = (around := _Cell(cell)).get(name, _MISSING)
+            if id(cell) not in held and not isinstance(value, _CODE | nn.Module):
+                held.add(id(cell))
+                yield _Place(around, name, value, function.__qualname__)
+                yield from _within(value, name, function.__qualname__, held, _DEEPEST)
         for name in names:
             value = values.get(name, _MISSING)
             if isinstance(value, types.FunctionType) and not _is_torchs(value):
@@ -173,6 +423,11 @@ def _globals_read_by(models: Iterable[nn.Module]) -> Iterator[_Place]:
             elif not isinstance(value, _CODE | type(_MISSING)) and (id(values), name) not in seen:
                 seen.add((id(values), name))
                 yield _Place(values, name, value, str(values.get("__name__")))
+                if type(value) in _CONTAINERS:
+                    owner = str(values.get("__name__"))
+                    yield from _within(value, name, owner, held, _DEEPEST)
+            elif isinstance(value, type):
+                yield from _of_class(value, held, names)
             inner = getattr(value, "__dict__", None)
             if type(inner) is not dict or isinstance(value, types.FunctionType | nn.Module):
                 continue
@@ -184,6 +439,12 @@ def _globals_read_by(models: Iterable[nn.Module]) -> Iterator[_Place]:
                     continue
                 seen.add(key)
                 yield _Place(inner, attribute, now, owner)
+                if type(now) in _CONTAINERS:
+                    yield from _within(now, attribute, owner, held, _DEEPEST)
+
+
+def _is_passed_over(kind: type) -> bool:
+    return str(kind.__module__).partition(".")[0] in _PASSED_OVER
 
 
 def _is_torchs(thing: Any) -> bool:
