@@ -8,7 +8,7 @@
 .PHONY: help build demo test test-all test-bill device-type lint format bench ctest asan-check asan-python tsan-check \
         windows-check analyze compile_commands.json \
         proof mutation mutation-near mutation-python mutation-python-all coverage fuzz conformance screenshots \
-        cuda-environment cuda-build cuda-core cuda-check oldest-torch \
+        cuda-environment cuda-build cuda-core cuda-check oldest-torch newest-torch \
         site aitoolkit-check wheel wheels wheels-environment gpu-wheels gpu-rivals gpu-check gpu-rehearsal \
         gpu-import environment clean
 
@@ -34,6 +34,7 @@ help:
 	@echo "make cuda-check    PyTorch's CUDA build over the simulated driver, in .venv-cuda (5.5 GB)"
 	@echo "make cuda-core     the part of it that a change breaks most often: minutes"
 	@echo "make oldest-torch  layers and private names beside the oldest torch, in .venv-oldest (4.5 GB)"
+	@echo "make newest-torch  the same beside the newest, in .venv-cuda (5.5 GB)"
 	@echo "make lint          style, types, compiler warnings"
 	@echo "make format        apply the formatters"
 	@echo "make bench         measure (DEVICE=cuda on a GPU)"
@@ -164,11 +165,16 @@ cuda-core: cuda-build
 	$(cuda_py) tools/cuda_check.py core $(ARGS)
 
 # Every kind of layer, and each private name that is read. What needs other libraries is not there.
-oldest := matrix convolutions embedding contract handle autocast exceptions
+core := matrix convolutions embedding contract handle autocast exceptions
+beside_torch = tools/private_names.py --check && $(1) -m pytest $(side_by_side) \
+	$(core:%=tests/training/test_%.py) -m "not gpu and not slow and not ci" $(ARGS)
 oldest-torch: .venv-oldest/installed build
-	.venv-oldest/bin/python tools/private_names.py --check
-	.venv-oldest/bin/python -m pytest $(side_by_side) $(oldest:%=tests/training/test_%.py) \
-		-m "not gpu and not slow and not ci" $(ARGS)
+	.venv-oldest/bin/python $(call beside_torch,.venv-oldest/bin/python)
+
+# The newest is that of cuda-check, here on "cpu" alone.
+newest-torch: export CUDA_SIM := 0
+newest-torch: cuda-build
+	$(cuda_py) $(call beside_torch,$(cuda_py))
 
 DEVICE ?= cpu
 bench: build
@@ -202,7 +208,7 @@ compile_commands.json: $(call ready,test)
 	"$(PY)" tools/c_build.py
 
 # The parts are listed by `python tools/proof.py --list`; each can be run alone.
-proof: build cuda-build wheels-environment oldest-torch
+proof: build cuda-build wheels-environment oldest-torch newest-torch
 	"$(PY)" tools/proof.py $(ARGS)
 
 mutation: $(call ready,test)
