@@ -8,7 +8,9 @@ from collections import Counter
 import pytest
 import torch
 from equality import Recorder, assert_models_agree, assert_same, attached
+from optimum import quanto
 from quantised import FORMATS, MODES, model_of, quantised_layers, step_of
+from torch import nn
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -21,6 +23,34 @@ def test_a_quantised_model_trains_its_adapters_to_the_residents_bits(name, mode,
     x = torch.randn(2, 5, 64).to(DTYPES[dtype])
     with attached(managed) as manager:
         assert len(quantised_layers(manager)) == 6, manager.resident
+        assert_models_agree(managed, resident, step_of(x, mode))
+        assert manager.attachment.traffic.runs_again == 0
+
+
+CONVOLUTIONS = {"qint8": quanto.qint8, "qint4": quanto.qint4, "qfloat8": quanto.qfloat8}
+
+
+def convolutions(kind):
+    """Two of quanto's convolutions, and an adapter that is trained; always the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 4, 1), nn.Conv2d(4, 4, 1)
+    ).to(torch.bfloat16)
+    quanto.quantize(model, weights=CONVOLUTIONS[kind], exclude="3")
+    quanto.freeze(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("3."))
+    return nn.ModuleList([model])
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_quantised_convolution_trains_what_follows_it_to_the_residents_bits(kind, mode):
+    managed, resident = (convolutions(kind) for _ in range(2))
+    x = torch.randn(2, 4, 8, 8).to(torch.bfloat16)
+    with attached(managed) as manager:
+        found = [type(layer.module()).__name__ for layer in quantised_layers(manager)]
+        assert found == ["QConv2d", "QConv2d"], manager.resident
         assert_models_agree(managed, resident, step_of(x, mode))
         assert manager.attachment.traffic.runs_again == 0
 

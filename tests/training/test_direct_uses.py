@@ -255,6 +255,39 @@ def test_a_convolution_that_a_patched_forward_holds_streams(device):
         )
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("mode", ["plain", "reentrant"])
+def test_a_convolution_that_its_owners_patched_forward_holds_streams(device, mode, when):
+    """The owner's forward is replaced by one that reads the layer's weight and never calls it."""
+    torch.manual_seed(0)
+    owner = nn.ModuleDict({"proj": nn.Conv3d(3, WIDTH, (2, 4, 4), (2, 4, 4))})
+    model = nn.Sequential(owner, nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
+    managed, resident = resident_pair(model)
+
+    def patch(model):
+        def fast(patches, _proj=model[0]["proj"]):
+            weight = _proj.weight.reshape(_proj.weight.shape[0], -1)
+            return F.linear(patches.view(-1, weight.shape[1]).to(weight.dtype), weight, _proj.bias)
+
+        model[0].forward = fast
+
+    def step(model):
+        x = torch.linspace(-1, 1, 5 * 96, device=device).sin().view(5, 96).requires_grad_()
+        y = checkpoint(model, x, use_reentrant=True) if mode == "reentrant" else model(x)
+        y.square().mean().backward()
+        return [y, x.grad]
+
+    patch(resident)
+    resident.to(device)
+    if when == "before":
+        patch(managed)
+    with attached(managed, device) as manager:
+        if when == "after":
+            patch(managed)
+        assert manager.resident == {} and len(manager.layers) == 2
+        assert_models_agree(managed, resident, step, device=device)
+
+
 def test_what_was_found_on_a_layer_before_attach_computes_with_what_it_borrows(device):
     """``nn.Linear.forward`` of the layer, kept by an adapter that stands before it."""
     torch.manual_seed(0)
