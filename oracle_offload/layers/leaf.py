@@ -419,6 +419,11 @@ class Leaf:
         Layout.version += 1
         self.state.add_member(unit, member, self.stamp)
 
+    def unplaced(self) -> None:
+        """Be a leaf no more: the engine does not have it."""
+        self.member = -1
+        self.views.clear()
+
     def refuse_detached(self) -> NoReturn:
         """Say that the leaf was detached since forward."""
         raise OffloadError(

@@ -178,6 +178,11 @@ class QuantisedLayer(Traced):
         layout.pop("bias", None)  # a library may cast it, to the dtype of the input
         self.look = f"{self.format.name}: {layout}"
 
+    def unplaced(self) -> None:
+        """Be a leaf no more; what computed with it, and is alive, must not hold its module back."""
+        super().unplaced()
+        self.own = {}  # torch moves no wrapper that somebody has a weak reference to
+
     def traced(self, module: Any, x: Tensor) -> Tensor:
         """Compute by the operator; torch.compile traces this."""
         features = getattr(module, "out_features", None)

@@ -752,8 +752,7 @@ class Attachment:
 
     def _release_layer(self, layer: Leaf) -> None:
         self.state.forget_member(layer.unit, layer.member)
-        layer.member = -1
-        layer.views.clear()
+        layer.unplaced()
         for module in layer.modules():  # also one that is no part of the model any more
             if module.__dict__.get(HANDLE) is layer:
                 swap_out(module)

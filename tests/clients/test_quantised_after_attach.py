@@ -10,6 +10,7 @@ from equality import assert_models_agree, assert_same, attached
 from quantised import FORMATS, freeze, model_of, unquantised_model_of
 from torch.utils.checkpoint import checkpoint
 
+from oracle_offload.aitoolkit import MemoryManager
 from oracle_offload.engine import simulator
 from oracle_offload.layers.quantised import QuantisedLayer
 from oracle_offload.model import masters
@@ -115,3 +116,16 @@ def test_a_copy_of_it_is_an_ordinary_model():
         assert_models_agree(managed, resident, step)
         assert len(quantised_layers(manager)) == 6
         assert_same(step(copy.deepcopy(managed)), step(copy.deepcopy(resident)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_that_was_quantised_after_attach_is_freed_while_an_output_is_alive(name):
+    """As AI-Toolkit frees a text encoder once its prompts are cached; all of it moves to "meta"."""
+    model = unquantised_model_of(name, torch.bfloat16)
+    MemoryManager.attach(model, torch.device("cpu"))
+    quantise(model, name)
+    kept = step_of("plain")(model)
+    assert len(quantised_layers(model._memory_manager)) == 6
+    MemoryManager.free(model)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert all(tensor.isfinite().all() for tensor in kept)
