@@ -9,7 +9,7 @@
         windows-check analyze compile_commands.json \
         proof mutation mutation-near mutation-python mutation-python-all coverage fuzz conformance screenshots \
         cuda-environment cuda-build cuda-core cuda-check oldest-torch newest-torch \
-        site aitoolkit-check wheel wheels wheels-environment gpu-wheels gpu-rivals gpu-check gpu-rehearsal \
+        site aitoolkit-environment aitoolkit-check wheel wheels wheels-environment gpu-wheels gpu-rivals gpu-check gpu-rehearsal \
         gpu-import environment clean
 
 ifdef PYTHON
@@ -55,7 +55,7 @@ help:
 	@echo "make conformance   the simulator against recordings of real drivers"
 	@echo "make site          the pages of docs/, and the API from docstrings, as HTML: out/site"
 	@echo "make screenshots   the pictures of docs/images that a browser takes"
-	@echo "make aitoolkit-check  the drop-in over AI-Toolkit's own code: TOOLKIT=path of a checkout"
+	@echo "make aitoolkit-check  the drop-in over AI-Toolkit's own code and pins, in .venv-aitoolkit (6 GB)"
 	@echo "make wheel         dist/*.whl and dist/*.tar.gz, for this machine"
 	@echo "make wheels        those of a release: an sdist, a wheel for Linux, one for Windows"
 	@echo "make gpu-wheels    fetch the wheels that a GPU machine without network lacks"
@@ -123,6 +123,21 @@ wheels-environment: .venv-wheels/installed
 	@python=$$(sh tools/find_python.sh) && echo "creating .venv-oldest with $$python" \
 		&& "$$python" -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+# What AI-Toolkit pins: with NVIDIA's libraries 6 GB. pip is not to bring what the list leaves out.
+aitoolkit_py := .venv-aitoolkit/bin/python
+.venv-aitoolkit/installed: tools/requirements-aitoolkit.txt
+	@python=$$(sh tools/find_python.sh) && echo "creating .venv-aitoolkit with $$python" \
+		&& "$$python" -m venv .venv-aitoolkit
+	$(aitoolkit_py) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+# Its source at the commit that is known, from its own repository or from MIRROR, a clone of it.
+MIRROR ?=
+.venv-aitoolkit/source/run.py: tools/rivals.py | .venv-aitoolkit/installed
+	$(aitoolkit_py) tools/rivals.py --checkout ai-toolkit --into $(@D) \
+		$(if $(MIRROR),--mirror "ai-toolkit=$(MIRROR)")
 	@touch $@
 
 cuda-build: .venv-cuda/installed
@@ -208,7 +223,7 @@ compile_commands.json: $(call ready,test)
 	"$(PY)" tools/c_build.py
 
 # The parts are listed by `python tools/proof.py --list`; each can be run alone.
-proof: build cuda-build wheels-environment oldest-torch newest-torch
+proof: build cuda-build wheels-environment oldest-torch newest-torch aitoolkit-environment
 	"$(PY)" tools/proof.py $(ARGS)
 
 mutation: $(call ready,test)
@@ -235,11 +250,13 @@ fuzz: $(call ready,test)
 conformance: $(call ready,test)
 	"$(PY)" tools/conformance.py $(ARGS)
 
-# Over someone's checkout, in the environment that AI-Toolkit runs in (PYTHON) with pytest beside.
-aitoolkit-check:
-	@test -n "$(TOOLKIT)" || { echo "aitoolkit-check needs TOOLKIT=path of an AI-Toolkit checkout"; exit 2; }
-	"$(PY)" setup.py --quiet build_ext --inplace
-	TOOLKIT="$(TOOLKIT)" "$(PY)" -m pytest tests/toolkit $(ARGS)
+# TOOLKIT=path: another checkout than that of the known commit.
+TOOLKIT ?= .venv-aitoolkit/source
+aitoolkit-environment: .venv-aitoolkit/installed $(filter .venv-aitoolkit/source/run.py,$(TOOLKIT)/run.py)
+	$(aitoolkit_py) setup.py --quiet build_ext --inplace
+
+aitoolkit-check: aitoolkit-environment
+	TOOLKIT="$(TOOLKIT)" $(aitoolkit_py) -m pytest tests/toolkit $(ARGS)
 
 # Whatever a page or a docstring names must be there. -E: what tools print has no date to go by.
 site: $(call ready,site) build

@@ -41,6 +41,7 @@ class Part:
     command: tuple[str, ...]
     timeout_s: float
     environment: tuple[tuple[str, str], ...] = ()
+    python: str = sys.executable
 
 
 PARTS = (
@@ -96,6 +97,14 @@ PARTS = (
     # Over PyTorch's CUDA build, in .venv-cuda: `make cuda-build`.
     Part("cuda", ("tools/cuda_check.py", "--output", "{output}"), 10800),
     Part("cuda waits", ("tools/cuda_mutants.py", "--output", "{output}"), 7200),
+    # AI-Toolkit's own code in its own pins, in .venv-aitoolkit: `make aitoolkit-environment`.
+    Part(
+        "AI-Toolkit",
+        (*PYTEST, "tests/toolkit", "-m", "not gpu"),
+        3600,
+        (("TOOLKIT", ".venv-aitoolkit/source"),),
+        ".venv-aitoolkit/bin/python",
+    ),
     Part("planted bugs", (*PYTEST, "tests/mutation", "-m", "not gpu"), 600),
     Part("coverage", ("tools/c_coverage.py", "--output", "{output}"), 300),
     Part("fuzz", ("tools/fuzz.py", "--seconds", "30", "--output", "{output}"), 300),
@@ -149,7 +158,7 @@ def run(part: Part) -> tuple[bool, dict[str, Any], float]:
         command = [word.replace("{output}", str(output)) for word in part.command]
         try:
             done = subprocess.run(
-                [sys.executable, *command],
+                [part.python, *command],
                 cwd=ROOT,
                 env=environment,
                 capture_output=True,

@@ -123,6 +123,7 @@ SHOWN: dict[str, Callable[[Figures], str]] = {
     "slow tests, simgpu": _tests,
     "cuda": _tests,
     "cuda waits": _mutants,
+    "AI-Toolkit": _tests,
     "planted bugs": _tests,
     "coverage": _coverage,
     "fuzz": _fuzz,

@@ -2,6 +2,7 @@
 
     python tools/rivals.py                                   # from the projects' own repositories
     python tools/rivals.py --mirror ai-toolkit=/mirrors/ai-toolkit.git
+    python tools/rivals.py --checkout ai-toolkit --into folder  # its whole source at that commit
 
 Named files at named commits, as they are; nothing of it is ever committed. Which file came from
 where is written to rivals.json there, and from it into the rows of the benchmark. The folder
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".rivals"
 LIST = "rivals.json"
 LIMIT_BYTES = 212 * 2**10
+KINDS = (".py", ".txt", ".json", ".yaml")  # of files in a whole source: no pictures, no weights
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,11 @@ class NotCollected(Exception):
     """What could not be had of one rival, and why."""
 
 
-def run(command: Sequence[str | Path]) -> bytes:
+def run(command: Sequence[str | Path], **environment: str) -> bytes:
     """Return what the command prints; `NotCollected` with its last line if it fails."""
+    settings = {**os.environ, **environment}
     try:
-        done = subprocess.run(command, capture_output=True, check=False)
+        done = subprocess.run(command, capture_output=True, check=False, env=settings)
     except OSError as error:
         raise NotCollected(str(error)) from None
     if done.returncode:
@@ -126,6 +130,19 @@ def collect_repository(repository: Repository, into: Path, source: str = "") -> 
         (into / there).parent.mkdir(parents=True, exist_ok=True)
         (into / there).write_bytes(text)
     return list(texts)
+
+
+def check_out(repository: Repository, into: Path, source: str = "") -> None:
+    """Write what the repository has of source and of settings at its commit to `into`."""
+    shutil.rmtree(into, ignore_errors=True)
+    into.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        git = fetched(repository, source or repository.url, Path(scratch))
+        listed = run([*git, "ls-tree", "-r", "-z", "--name-only", repository.commit]).decode()
+        names = [name for name in listed.split("\0") if name.endswith(KINDS)]
+        what = ("checkout", "--quiet", repository.commit, "--", *names)
+        index = str(Path(scratch) / "index")  # a mirror keeps its own
+        run([*git, "--work-tree", into.resolve(), *what], GIT_INDEX_FILE=index)
 
 
 def collect_package(package: Package, into: Path, source: str = "") -> list[str]:
@@ -203,11 +220,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAME=PLACE",
         help="another git repository (path or URL), or a folder with the wheel",
     )
+    parser.add_argument(
+        "--checkout",
+        choices=[one.name for one in REPOSITORIES],
+        help="the whole source of one instead, into --into",
+    )
     arguments = parser.parse_args(argv)
     mirrors = dict(text.partition("=")[::2] for text in arguments.mirror)
     known = {rival.name for rival in REPOSITORIES} | {rival.name for rival in PACKAGES}
     if mirrors.keys() - known:
         parser.error(f"no rival {', '.join(sorted(mirrors.keys() - known))}; there are {known}")
+    if arguments.checkout:
+        (wanted,) = (one for one in REPOSITORIES if one.name == arguments.checkout)
+        try:
+            check_out(wanted, arguments.into, mirrors.get(wanted.name, ""))
+        except NotCollected as error:
+            print(f"{wanted.name}: {error}", file=sys.stderr)
+            return 1
+        return 0
     missing = collect(arguments.into, mirrors)
     nbytes = size_bytes(arguments.into)
     print(f"{arguments.into}: {nbytes} of {LIMIT_BYTES} bytes")

@@ -1,7 +1,6 @@
-"""The acceptance over AI-Toolkit's own code: ``make aitoolkit-check TOOLKIT=path``.
+"""The acceptance over AI-Toolkit's own code, in what it pins: ``make aitoolkit-check``.
 
-Nothing of it is in this repository. Without a checkout these tests are not collected; the make
-target fails.
+Nothing of it is in this repository: without a checkout these tests are not collected.
 """
 
 from __future__ import annotations
@@ -13,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from oracle_offload.train.micro_batches import kernel_flags
+
 TOOLKIT = os.environ.get("TOOLKIT", "")
+PINNED = (
+    *("torch", "torchvision", "torchaudio", "torchcodec", "torchao", "optimum.quanto"),
+    *("transformers", "diffusers", "peft", "lycoris", "av"),
+)
 CORE = Path(__file__).resolve().parents[1] / "training"
 
 if not TOOLKIT:
@@ -34,6 +39,31 @@ else:
     _core = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(_core)
     sim = _core.sim  # a fresh simulated device for every test, and nothing left on it
+
+
+def pytest_report_header():
+    """What of AI-Toolkit's requirements is here, and what of them cannot be loaded."""
+    lines = []
+    for name in PINNED if TOOLKIT else ():
+        try:
+            module = importlib.import_module(name)
+            lines.append(f"{name} {getattr(module, '__version__', '')}")
+        except Exception as error:
+            lines.append(f"{name} cannot be loaded, so what needs it is not run: {first(error)}")
+    return lines
+
+
+def first(error):
+    """Return the first line of what an error says."""
+    return str(error).strip().split("\n")[0]
+
+
+@pytest.fixture(autouse=True)
+def precisions():
+    """The pinned torchao sets torch's float32 precision whenever it quantises a model."""
+    before = kernel_flags.now()
+    yield
+    kernel_flags.restore(before)
 
 
 @pytest.fixture

@@ -36,15 +36,19 @@ def transformer(blocks=2, width=64):
     return model
 
 
-def network_on(model, kind="lora", **options):
-    """Its network of adapters on a model, applied as the trainer does; "locon" is LyCORIS'."""
+def network_on(model, kind="lora", targets=None, **options):
+    """Its network of adapters on a model, applied as the trainer does; "locon" is LyCORIS'.
+
+    `targets` are the classes of the modules that get adapters: the model's own, where not given.
+    """
     from toolkit.config_modules import NetworkConfig
     from toolkit.lora_special import LoRASpecialNetwork
     from toolkit.lycoris_special import LycorisSpecialNetwork
 
+    targets = targets or [type(model).__name__]
     config = NetworkConfig(type=kind, linear=4, linear_alpha=4, transformer_only=True, **options)
     LoRASpecialNetwork.LORA_PREFIX_UNET = "lora_transformer"
-    LycorisSpecialNetwork.UNET_TARGET_REPLACE_MODULE = [type(model).__name__]
+    LycorisSpecialNetwork.UNET_TARGET_REPLACE_MODULE = targets
     network_class = LycorisSpecialNetwork if kind == "locon" else LoRASpecialNetwork
     with contextlib.redirect_stdout(io.StringIO()):
         network = network_class(
@@ -61,8 +65,8 @@ def network_on(model, kind="lora", **options):
             network_type=config.type,
             transformer_only=config.transformer_only,
             is_transformer=True,
-            target_lin_modules=[type(model).__name__],
-            target_conv_modules=[type(model).__name__],
+            target_lin_modules=targets,
+            target_conv_modules=targets,
             full_train_in_out=False,
         )
         network.apply_to(None, model, apply_text_encoder=False, apply_unet=True)

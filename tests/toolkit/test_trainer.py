@@ -239,9 +239,9 @@ def test_one_setting_fetches_a_block_once_for_all_batches_of_a_step(model):
     for together in (False, True):
         asked, moved = [], []
 
-        def accumulate(*args, interleave, together=together, asked=asked, **options):
-            asked.append((len(args[1]), interleave))
-            return micro_batches.accumulate(*args, interleave=interleave and together, **options)
+        def accumulate(step, batches, own, together=together, asked=asked):
+            asked.append(len(batches))
+            return micro_batches.accumulate(step, batches, interleave=together, own=own)
 
         with mock.patch.object(aitoolkit_together, "accumulate", accumulate):
             losses, _, saved, _ = train(
@@ -256,7 +256,7 @@ def test_one_setting_fetches_a_block_once_for_all_batches_of_a_step(model):
                 },
                 model={"layer_offloading_accumulate": True},
             )
-        assert (asked, len(losses)) == ([(3, True)] * 4, 4)
+        assert (asked, len(losses)) == ([3] * 4, 4)
         runs[together] = losses, saved, moved[3] - moved[1]
     assert runs[True][0] == runs[False][0]
     assert_same(runs[True][1], runs[False][1])

@@ -57,7 +57,7 @@ def _gemma_tokenizer(folder):
     made.save_pretrained(folder)
 
 
-def _randomised(model):
+def randomised(model):
     """Give a model random weights, also where it begins with zeros, and so puts out nothing."""
     torch.manual_seed(0)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def _randomised(model):
 
 def _save(model, folder):
     """Save random weights, in the type that they are trained in."""
-    _randomised(model).to(torch.bfloat16).save_pretrained(folder)
+    randomised(model).to(torch.bfloat16).save_pretrained(folder)
 
 
 def _qwen3(folder, width=64, layers=3):
@@ -171,7 +171,7 @@ def _flux2(root, file, kind):
 
     transformer, vae = flux2_sizes(kind)
     for name, model in ((file, Flux2(transformer)), ("ae", AutoEncoder(vae))):
-        state = _randomised(model).to(torch.bfloat16).state_dict()
+        state = randomised(model).to(torch.bfloat16).state_dict()
         save_file(state, root / f"{name}.safetensors")
 
 

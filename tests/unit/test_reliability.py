@@ -48,6 +48,7 @@ FIGURES = {
     "slow tests, simgpu": {"tests": 800, "failed": 0},
     "cuda": {"tests": 600, "passed": 600, "failed": 0, "skipped": 40},
     "cuda waits": {"tried": 50, "killed": 20},
+    "AI-Toolkit": {"tests": 70, "failed": 0},
     "planted bugs": {"tests": 18, "failed": 0},
     "coverage": {"files": {"plan.c": {"taken": 95, "branches": 100}}},
     "fuzz": {"targets": {"plan": {"inputs": 1000, "seconds": 30}}},

@@ -76,6 +76,26 @@ def test_named_files_of_a_named_commit_are_collected(
     assert listed == {"one": {"version": commit, "files": ["other/part.py"], "size_bytes": 3}}
 
 
+@pytest.mark.parametrize("by", ["path", "url"])
+def test_the_whole_source_of_a_named_commit_is_checked_out_and_the_mirror_left_alone(
+    tmp_path: Path, upstream: tuple[Path, str], by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, commit = upstream
+    place = folder.as_uri() if by == "url" else str(folder)
+    wanted = rivals.Repository("one", place, commit, {})
+    monkeypatch.setattr(rivals, "REPOSITORIES", (wanted,))
+    into = tmp_path / "into"
+    before = (folder / ".git" / "index").read_bytes()
+    assert rivals.main(["--checkout", "one", "--into", str(into)]) == 0
+    found = {path.relative_to(into).as_posix() for path in into.rglob("*") if path.is_file()}
+    assert found == {"package/part.py", "secret.py"}
+    assert (into / "package" / "part.py").read_text() == "old"
+    assert (folder / ".git" / "index").read_bytes() == before
+    gone = rivals.Repository("one", str(folder), "0" * 40, {})
+    monkeypatch.setattr(rivals, "REPOSITORIES", (gone,))
+    assert rivals.main(["--checkout", "one", "--into", str(into)]) == 1
+
+
 def test_named_files_of_a_wheel_are_archived_only_if_it_is_the_one_that_is_named(
     tmp_path: Path,
 ) -> None:
