@@ -28,11 +28,15 @@ static const struct {
     const char *key;
     struct sim_device device;
 } presets[] = {
-    {"rtx3090", {"Simulated RTX 3090", 24, 2.5e-6, 24 * 1073741824.0, 60, 936, 5e-6, 8, 6, 0, 0}},
-    {"rtx4090", {"Simulated RTX 4090", 25, 2.5e-6, 24 * 1073741824.0, 110, 1008, 5e-6, 8, 9, 0, 0}},
+    {"rtx3090",
+     {"Simulated RTX 3090", 24, 2.5e-6, 24 * 1073741824.0, 60, 936, 5e-6, 8, 6, 0, 0, 1}},
+    {"rtx4090",
+     {"Simulated RTX 4090", 25, 2.5e-6, 24 * 1073741824.0, 110, 1008, 5e-6, 8, 9, 0, 0, 1}},
     {"rtx5090",
-     {"Simulated RTX 5090", 50, 2.5e-6, 32 * 1073741824.0, 150, 1792, 5e-6, 12, 0, 0, 0}},
-    {"h200", {"Simulated H200", 55, 2.5e-6, 141 * 1073741824.0, 700, 4800, 5e-6, 9, 0, 0, 0}},
+     {"Simulated RTX 5090", 50, 2.5e-6, 32 * 1073741824.0, 150, 1792, 5e-6, 12, 0, 0, 0, 1}},
+    /* The H200's matrix units and link; memory and its rate are NVIDIA's of the H100 SXM. */
+    {"h100", {"Simulated H100", 55, 2.5e-6, 80 * 1073741824.0, 700, 3350, 5e-6, 9, 0, 0, 0, 1}},
+    {"h200", {"Simulated H200", 55, 2.5e-6, 141 * 1073741824.0, 700, 4800, 5e-6, 9, 0, 0, 0, 1}},
 };
 
 void *sim__grow(void *array, size_t *capacity, size_t needed, size_t size) {
@@ -251,7 +255,7 @@ void sim__boot(void) {
         sim.boot_error = OOCU_ERROR_INVALID_DEVICE;
         sim__report(1,
                     "error: ORACLE_OFFLOAD_SIM_DEVICE is \"%s\"; it must be rtx3090, rtx4090, "
-                    "rtx5090 or h200",
+                    "rtx5090, h100 or h200",
                     name);
         device = preset("rtx4090");
     }
@@ -285,6 +289,7 @@ OOCUresult simSetDevice(int ordinal, const struct sim_device *device) {
         !(device->copy_latency_s >= 0) || !(device->memory_bytes >= 0) || !(device->tflops > 0) ||
         !(device->memory_gbps > 0) || !(device->launch_s >= 0) || device->upstream < 0 ||
         device->upstream > SIM_MAX_DEVICES || (device->upstream && !(device->upstream_gbps > 0)) ||
+        !(device->duplex_share > 0 && device->duplex_share <= 1) ||
         !memchr(device->name, 0, sizeof device->name))
         return OOCU_ERROR_INVALID_VALUE;
     sim_os_lock(&sim.lock);

@@ -334,18 +334,55 @@ static int is_busy_with(const struct sim_engine *engine, const struct sim_op *op
     return found;
 }
 
-/* When an operation ends that begins now. What goes through an upstream that devices share ends no
- * earlier than that has passed it on, after all that was given to it before: so together they get
- * its rate at most, and one that copies alone the rate of its own link. */
-static double end_of(const struct sim_op *op) {
+/* When the upstream that devices share has passed on a copy that begins now, after all that was
+ * given to it before: it ends no earlier, so together they get the upstream's rate at most, and one
+ * that copies alone the rate of its own link. */
+static double passed_upstream(const struct sim_op *op) {
     const struct sim_device *device = &sim.devices[op->stream->device];
-    const double end_s = clock_s + op->cost_s;
     if (!is_copy(op) || !device->upstream)
-        return end_s;
+        return clock_s;
     double *free_s = &sim.upstream_free_s[device->upstream][engine_of(op)];
     *free_s =
         (*free_s > clock_s ? *free_s : clock_s) + (double)op->bytes / (device->upstream_gbps * 1e9);
-    return end_s > *free_s ? end_s : *free_s;
+    return *free_s;
+}
+
+/* An operation begins now. */
+static void begin_op(struct sim_op *op) {
+    op->start_s = op->since_s = clock_s;
+    op->left_s = op->cost_s;
+    op->share = 1;
+    op->passed_s = passed_upstream(op);
+    op->end_s = clock_s + op->cost_s;
+    if (op->end_s < op->passed_s)
+        op->end_s = op->passed_s;
+    heap_push(op->end_s, MOMENT_END, op);
+}
+
+/* A copy of a device has begun or ended, now. While both directions copy, each goes on at a share
+ * of its rate; so the end of the other one moves. Ends lie ahead of the clock, and so of the host:
+ * nobody has been told of the former one. Its moment stays in the heap, and means nothing. */
+static void share_link(int device) {
+    const double both = sim.devices[device].duplex_share;
+    struct sim_op *copies[] = {sim.engines[device][ENGINE_H2D].busy[0],
+                               sim.engines[device][ENGINE_D2H].busy[0]};
+    for (int i = 0; both < 1 && i < 2; i++) {
+        struct sim_op *op = copies[i];
+        const double share = copies[!i] ? both : 1;
+        if (!op || !(op->share < share || op->share > share))
+            continue;
+        op->left_s -= (clock_s - op->since_s) * op->share;
+        if (op->left_s < 0) /* the upstream holds it back */
+            op->left_s = 0;
+        op->since_s = clock_s;
+        op->share = share;
+        op->end_s = clock_s + op->left_s / share;
+        if (op->end_s < op->passed_s)
+            op->end_s = op->passed_s;
+        sim__op_ref(op);
+        op->former_ends++;
+        heap_push(op->end_s, MOMENT_END, op);
+    }
 }
 
 static int start_engines(void) {
@@ -362,9 +399,9 @@ static int start_engines(void) {
                 engine->last = NULL;
             op->next_waiting = NULL;
             engines_waiting--;
-            op->start_s = clock_s;
-            op->end_s = end_of(op);
-            heap_push(op->end_s, MOMENT_END, op);
+            begin_op(op);
+            if (kind != ENGINE_COMPUTE)
+                share_link(device);
             started = 1;
         }
     }
@@ -378,6 +415,8 @@ static void end_op(struct sim_op *op) {
         for (int i = 0; i < SIM_AT_ONCE; i++)
             if (engine->busy[i] == op)
                 engine->busy[i] = NULL;
+        if (is_copy(op))
+            share_link(stream->device);
         double busy_s = op->end_s - op->start_s;
         if (op->kind == OP_H2D)
             sim.stats.h2d_busy_s += busy_s;
@@ -415,7 +454,10 @@ static void end_op(struct sim_op *op) {
 
 static void pass(const struct moment *moment) {
     struct sim_op *op = moment->op;
-    if (moment->kind == MOMENT_END) {
+    if (moment->kind == MOMENT_END && (op->ended || moment->s < op->end_s)) {
+        op->former_ends--; /* its end has moved: see share_link */
+        sim__op_unref(op);
+    } else if (moment->kind == MOMENT_END) {
         end_op(op);
     } else if (is_marker(op) || op->kind == OP_HOSTFN) {
         op->start_s = op->end_s = clock_s;
@@ -669,11 +711,22 @@ OOCUresult sim__wait_all(int device) {
     return result;
 }
 
+static void forget_moments(void) {
+    for (size_t i = 0; i < n_heap; i++) {
+        struct sim_op *op = heap[i].op;
+        if (op->former_ends) {
+            op->former_ends--;
+            sim__op_unref(op);
+        }
+    }
+    n_heap = 0;
+}
+
 /* A dead context: nothing that is queued will ever run. */
 void sim__discard_all(void) {
     while (n_fresh)
         sim__op_unref(fresh[--n_fresh]);
-    n_heap = 0;
+    forget_moments();
     engines_waiting = 0;
     memset(sim.engines, 0, sizeof sim.engines);
     for (struct sim_stream *s = sim.streams, *next; s; s = next) {

@@ -56,9 +56,11 @@ struct sim_device {
      * get no more. */
     int upstream;
     double upstream_gbps;
+    /* What each direction has of `link_gbps` while both of this device copy, in (0, 1]. */
+    double duplex_share;
 };
 
-/* The presets: rtx3090, rtx4090, rtx5090, h200. INVALID_VALUE for another name. */
+/* The presets: rtx3090, rtx4090, rtx5090, h100, h200. INVALID_VALUE for another name. */
 SIM_API OOCUresult simPreset(const char *name, struct sim_device *out);
 /* Read or replace device `ordinal`; replacing is refused (ILLEGAL_STATE) while its context is
  * retained. The default comes from ORACLE_OFFLOAD_SIM_DEVICE (rtx4090). */

@@ -118,6 +118,10 @@ struct sim_op {
     struct sim_edge *in, *out;
     size_t runnable_at; /* index in sim.runnable plus one; 0: not runnable */
     double ready_s, start_s, end_s, cost_s;
+    /* Of a copy that has begun: what is left of its cost, at the moment when its rate, a share of
+     * the link's, last changed; and when the upstream has passed it on. */
+    double left_s, share, since_s, passed_s;
+    uint32_t former_ends; /* moments of ends that have moved; each holds a reference */
     void *dst;
     const void *src;
     size_t bytes;

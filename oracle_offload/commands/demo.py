@@ -184,7 +184,7 @@ def run_demo(
     device : str, optional
         ``"cuda"`` where there is CUDA, else ``"cpu"``, the simulated device.
     preset : str, optional
-        Simulated device: rtx3090, rtx4090, rtx5090 or h200.
+        Simulated device: rtx3090, rtx4090, rtx5090, h100 or h200.
     width : int
         Hidden size, a multiple of 64 (the real one is 3072).
     steps : int
@@ -432,7 +432,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--preset",
-        choices=("rtx3090", "rtx4090", "rtx5090", "h200"),
+        choices=("rtx3090", "rtx4090", "rtx5090", "h100", "h200"),
         help="which device is simulated (default: rtx4090)",
     )
     parser.add_argument("--width", type=int, default=128, help="hidden size, a multiple of 64")

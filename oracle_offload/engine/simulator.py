@@ -22,7 +22,7 @@ from typing import TypeVar
 from ..errors import DriverError, OffloadError
 from .simulator_abi import SIGNATURES, RawDevice, RawLive, RawRange, RawStats, RawTraceRow
 
-PRESETS = ("rtx3090", "rtx4090", "rtx5090", "h200")
+PRESETS = ("rtx3090", "rtx4090", "rtx5090", "h100", "h200")
 
 _REPORT_BYTES = 4096  # longest report, see csrc/sim/control.c
 
@@ -78,6 +78,8 @@ class Device:
     upstream_gbps : float
         What the devices of one upstream get together in each direction, 1e9 bytes/s; all of them
         have the same here.
+    duplex_share : float
+        What each direction has of `link_gbps` while both copy, above 0 and at most 1.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Device:
     compute_minor: int = 9
     upstream: int = 0
     upstream_gbps: float = 0.0
+    duplex_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,7 @@ def set_device(ordinal: int, new: Device) -> None:
     Raises
     ------
     DriverError
-        While an engine uses the device, or for a rate that is not positive.
+        While an engine uses the device, or for a rate that is not positive, or a share above 1.
     """
     values = {field.name: getattr(new, field.name) for field in fields(Device)}
     encoded = new.name.encode()

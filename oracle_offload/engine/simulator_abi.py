@@ -20,6 +20,7 @@ class RawDevice(ctypes.Structure):
         ("compute_minor", ctypes.c_int),
         ("upstream", ctypes.c_int),
         ("upstream_gbps", ctypes.c_double),
+        ("duplex_share", ctypes.c_double),
     )
 
 

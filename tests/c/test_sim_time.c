@@ -254,6 +254,7 @@ static void presets_are_the_table(void) {
     } table[] = {{"rtx3090", 24, 24, 60, 936},
                  {"rtx4090", 25, 24, 110, 1008},
                  {"rtx5090", 50, 32, 150, 1792},
+                 {"h100", 55, 80, 700, 3350},
                  {"h200", 55, 141, 700, 4800}};
     for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
         struct sim_device device;
@@ -454,7 +455,77 @@ static void links_share_an_upstream(void) {
     OK(cu.simSetDeviceCount(1));
 }
 
+/* Copies of 1, 2 and 3 MB over a link of 1 GB/s, 10 us each besides, that start at once: 2 MB in,
+ * then 3 MB in, beside 1 MB out. Where each way has half of it while both copy, the one out takes
+ * twice its 1.01 ms, the first one in has 1.00 of its 2.01 ms left then: 3.02 ms, and the second
+ * one has the link to itself. A copy out that begins late slows what is under way. */
+static void directions_share_a_link(void) {
+    enum { MB = 1000000 };
+    static const struct {
+        double share, out_s, first_s, second_s, late_s, in_s;
+    } table[] = {{1, 1.01e-3, 2.01e-3, 5.02e-3, 2.01e-3, 2.01e-3},
+                 {0.5, 2.02e-3, 3.02e-3, 6.03e-3, 3.02e-3, 3.02e-3},
+                 {0.8, 1.2625e-3, 2.2625e-3, 5.2725e-3, 2.2625e-3, 2.2625e-3}};
+    for (int schedule = SIM_TIMED; schedule <= SIM_EAGER; schedule++)
+        for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
+            OK(cu.simReset());
+            round_device();
+            struct sim_device device;
+            OK(cu.simGetDevice(0, &device));
+            device.duplex_share = table[i].share;
+            OK(cu.simSetDevice(0, &device));
+            sim_test_begin(schedule, 7);
+            OOCUstream in = new_stream(), out = new_stream();
+            OOCUevent ends[3] = {new_event(), new_event(), new_event()};
+            OOCUdeviceptr slot = device_bytes(6 * MB);
+            char *master = host_bytes(6 * MB);
+            double start_s = cu.simNow();
+            OK(cu.cuMemcpyHtoDAsync(slot, master, 2 * MB, in));
+            OK(cu.cuEventRecord(ends[0], in));
+            OK(cu.cuMemcpyHtoDAsync(slot + 2 * MB, master, 3 * MB, in));
+            OK(cu.cuEventRecord(ends[1], in));
+            OK(cu.cuMemcpyDtoHAsync(master + 5 * MB, slot + 5 * MB, MB, out));
+            OK(cu.cuEventRecord(ends[2], out));
+            OK(cu.cuEventSynchronize(ends[2]));
+            near(cu.simNow() - start_s, table[i].out_s, "out");
+            OK(cu.cuEventSynchronize(ends[0]));
+            near(cu.simNow() - start_s, table[i].first_s, "in, beside it");
+            OK(cu.cuEventSynchronize(ends[1]));
+            near(cu.simNow() - start_s, table[i].second_s, "in, alone");
+            start_s = cu.simNow();
+            OK(cu.cuMemcpyHtoDAsync(slot, master, 2 * MB, in));
+            OK(cu.simAdvance(1e-3));
+            OK(cu.cuMemcpyDtoHAsync(master + 5 * MB, slot + 5 * MB, MB, out));
+            OK(cu.cuStreamSynchronize(out));
+            near(cu.simNow() - start_s, table[i].late_s, "out, begun late");
+            OK(cu.cuStreamSynchronize(in));
+            near(cu.simNow() - start_s, table[i].in_s, "in, slowed under way");
+            OK(cu.cuMemcpyHtoDAsync(slot, master, 2 * MB, in));
+            OK(cu.simAdvance(1e-4));
+            OK(cu.cuMemcpyDtoHAsync(master + 5 * MB, slot + 5 * MB, MB, out));
+            OK(cu.simAdvance(1e-4)); /* the end of the one in has moved, and comes never */
+            OK(cu.simFault("cuEventRecord", 1, OOCU_ERROR_LAUNCH_FAILED, 0));
+            IS(OOCU_ERROR_LAUNCH_FAILED, cu.cuEventRecord(ends[0], in));
+            OK(cu.simFaultClear());
+            start_s = cu.simNow();
+            OK(cu.cuMemcpyHtoDAsync(slot, master, 2 * MB, in));
+            OK(cu.cuStreamSynchronize(in));
+            if (schedule == SIM_TIMED) /* on others those before have run, and take their time */
+                near(cu.simNow() - start_s, 2.01e-3, "in, after the context was lost");
+            sim_test_end();
+        }
+    struct sim_device device;
+    OK(cu.simPreset("rtx4090", &device));
+    for (int i = 0; i < 3; i++) {
+        device.duplex_share = (double[]){0, 1.5, NAN}[i];
+        IS(OOCU_ERROR_INVALID_VALUE, cu.simSetDevice(0, &device));
+    }
+    OK(cu.simPreset("rtx4090", &device));
+    OK(cu.simSetDevice(0, &device));
+}
+
 static const struct check_case cases[] = {
+    CASE(directions_share_a_link),
     CASE(links_share_an_upstream),
     CASE(kernels_overlap_where_they_are_told_to),
     CASE(late_submission),

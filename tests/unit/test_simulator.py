@@ -127,6 +127,7 @@ def test_presets_are_those_of_the_documentation() -> None:
         "rtx3090": (24, 24, 60, 936),
         "rtx4090": (25, 24, 110, 1008),
         "rtx5090": (50, 32, 150, 1792),
+        "h100": (55, 80, 700, 3350),
         "h200": (55, 141, 700, 4800),
     }
     assert {d.launch_s for d in rows.values()} == {5e-6}
