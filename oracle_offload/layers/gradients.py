@@ -29,6 +29,8 @@ _HOST = torch.device("cpu")
 _AT_ONCE = 2**64 - 1
 LEAST_BYTES = 1 << 20  # of a gradient with locked memory of its own; smaller ones share some
 MOST_LEAVING = 256 << 20  # bytes of gradients on the device that wait for their copy
+MOST_COMING = 256 << 20  # bytes of sums that come before their gradients, or one of them
+_AHEAD = 8  # of so many masters at most
 _graph_task = torch._C._current_graph_task_id
 _will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
@@ -58,6 +60,16 @@ class _Flight:
         self.master, self.host, self.ticket, self.is_new = master, host, ticket, is_new
 
 
+class _Coming:
+    """A sum so far, `running`, on its way to `there`, before what is to be added to it."""
+
+    __slots__ = ("running", "there", "ticket", "version")
+
+    def __init__(self, running: Tensor, there: Tensor, ticket: int) -> None:
+        self.running, self.version = running, running._version
+        self.there, self.ticket = there, ticket
+
+
 class Late:
     """The gradients of one graph task that are on their way.
 
@@ -75,6 +87,8 @@ class Late:
     is_watched : bool
         Whether some master has a hook. torch runs it while this thread goes on, and it may look at
         any gradient, and change it: then all of them arrive before they are set.
+    latest : tuple
+        Whose gradient was sent last: its `Gradients`, and the `id` of the master.
     """
 
     def __init__(self, state: DeviceState) -> None:
@@ -85,6 +99,32 @@ class Late:
         self._flights: dict[int, _Flight] = {}  # by the `id` of the master; the latest is the last
         self._leaving: dict[int, tuple[Tensor, int]] = {}  # on the device still, by the ticket
         self._leaving_bytes = 0
+        self._coming: dict[int, _Coming] = {}  # by the `id` of the master
+        self.latest: tuple[object, int] = (None, 0)
+
+    def has_room(self) -> bool:
+        """Whether another sum may come before its gradient."""
+        return sum(tensor_bytes(each.there) for each in self._coming.values()) < MOST_COMING
+
+    def bring(self, master: Tensor, running: Tensor, stream: int) -> None:
+        """Let the sum so far come to the device, unless it does already."""
+        if id(master) in self._coming:
+            return
+        there = torch.empty_strided(
+            running.size(), running.stride(), dtype=running.dtype, device=self._state.device
+        )
+        addresses = there.data_ptr(), running.data_ptr()
+        ticket = self._state.engine.trip_in(*addresses, tensor_bytes(running), stream)
+        self._coming[id(master)] = _Coming(running, there, ticket)
+
+    def brought(self, master: Tensor, running: Tensor) -> Tensor | None:
+        """Return the sum so far on the device; None where it did not come, or has changed since."""
+        coming = self._coming.pop(id(master), None)
+        if coming is None:
+            return None
+        _end(self._state, coming.ticket, coming)
+        is_same = coming.running is running and coming.version == running._version
+        return coming.there if is_same else None
 
     def flight_of(self, master: Tensor) -> _Flight | None:
         """Return what is on its way for `master`."""
@@ -142,6 +182,9 @@ class Late:
         with contextlib.suppress(Exception):  # the engine may be closed by now
             if flights:
                 engine.trip_await(flights[-1].ticket)
+        for coming in self._coming.values():  # for gradients that did not
+            with contextlib.suppress(Exception):
+                _end(self._state, coming.ticket, coming)
         for flight in flights:
             with contextlib.suppress(Exception):
                 _end(self._state, flight.ticket, self._leaving.get(flight.ticket))
@@ -182,6 +225,8 @@ class Gradients:
         # Small ones share a buffer: what no tensor points into, by size, and what is left of it.
         self._small: dict[int, list[_Piece]] = {}
         self._shared: _Piece | None = None
+        # By the `id` of a master: that of the one whose gradient came next, the last time.
+        self._following: dict[int, int] = {}
 
     # ---- on their way ----
 
@@ -278,6 +323,10 @@ class Gradients:
             return False
         state = self._state
         stream = state.stream()
+        owner, before = late.latest
+        if owner is self:
+            self._following[before] = id(master)
+        late.latest = self, id(master)
         flight = late.flight_of(master)
         running = master.grad if flight is None else flight.host
         if flight is not None and not flight.is_new and master.grad is not running:
@@ -295,21 +344,46 @@ class Gradients:
             return False
         # torch adds to what is there; here it comes to the device for that.
         nbytes = tensor_bytes(running)
-        there = torch.empty_strided(
-            running.size(), running.stride(), dtype=running.dtype, device=self.device
-        )
         state.time.flush(stream)
         if flight is None:
-            coming = state.engine.trip_in(there.data_ptr(), running.data_ptr(), nbytes, stream)
+            there = late.brought(master, running)
+            if there is None:
+                late.bring(master, running, stream)
+                there = cast("Tensor", late.brought(master, running))
         else:
+            there = torch.empty_strided(
+                running.size(), running.stride(), dtype=running.dtype, device=self.device
+            )
             coming = state.engine.trip_back(flight.ticket, there.data_ptr(), stream)
-        _end(state, coming, there)
+            _end(state, coming, there)
         there.add_(gradient)
         if state.simulated:
             state.time.pending_kernel_s += state.time.kernel_seconds(0.0, 3 * nbytes, there.dtype)
             state.time.flush(stream)
         late.send(master, running, there, stream, is_new=flight is not None and flight.is_new)
+        self._bring_ahead(late, master, stream)  # this one's own sum no more
         return True
+
+    def _bring_ahead(self, late: Late, master: Tensor, stream: int) -> None:
+        """Let those sums come that the gradients after this master's are added to.
+
+        They come in the order of the last time, while gradients are computed: to bring each when
+        its gradient is there would let the device wait for the link.
+        """
+        following = id(master)
+        for _ in range(_AHEAD):
+            following = self._following.get(following, 0)
+            known = self._state.landings.get(following)
+            if known is None or not late.has_room():
+                return
+            other: Any = accumulator_of(known.grad_fn).variable
+            running = other.grad
+            if (
+                running is not None
+                and late.flight_of(other) is None
+                and self._may_be_added_to(running, other)
+            ):
+                late.bring(other, running, stream)
 
     def _may_be_added_to(self, running: Tensor, master: Tensor) -> bool:
         if (
@@ -319,6 +393,7 @@ class Gradients:
             or running.dtype is not master.dtype
             or running.shape != master.shape
             or running.requires_grad
+            or running.is_inference()  # has no version
             or not is_dense(running)
         ):
             return False

@@ -83,6 +83,85 @@ def test_a_backward_waits_once_and_adds_up_as_the_resident_one(device, reentrant
         assert manager.state.engine.stats()["brought_bytes"] > 0  # sums came for what was added
 
 
+def test_a_sum_comes_while_the_gradients_before_its_own_are_computed(device, monkeypatch):
+    managed, resident = pair(device)
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 4
+        events, bring, send = [], module.Late.bring, module.Late.send
+
+        def brings(late, master, *given):
+            events.append(("comes", id(master)))
+            bring(late, master, *given)
+
+        def sends(late, master, *given, **named):
+            events.append(("leaves", id(master)))
+            send(late, master, *given, **named)
+
+        monkeypatch.setattr(module.Late, "bring", brings)
+        monkeypatch.setattr(module.Late, "send", sends)
+        for number in range(3):
+            events.clear()
+            brought = manager.state.engine.stats()["brought_bytes"]
+            for model in (managed, resident):
+                backward(model, number, device)
+            assert_same(gradients(managed), gradients(resident))
+            came = manager.state.engine.stats()["brought_bytes"] - brought
+            # Once each, and the tied one's partial sum besides.
+            sums = sum(p.nbytes for p in managed.parameters()) if number else 0
+            assert came - sums in (0, managed.first.weight.nbytes)
+        order = [of for what, of in events if what == "leaves"]
+        ahead = [
+            of
+            for number, (what, of) in enumerate(events)
+            if what == "comes" and ("leaves", of) not in events[number : number + 2]
+        ]
+        assert len(set(order)) == 7 and set(order[1:]) - {order[0]} <= {*ahead, order[1]}
+
+
+@pytest.mark.parametrize("how", ["added to", "replaced", "dropped", "swapped"])
+def test_a_sum_that_code_changes_while_it_comes_is_brought_anew(device, how):
+    """What came is of no use: a hook between two layers has changed what is at home."""
+    managed, resident = pair(device)
+    with attached(managed, device):
+        for number in range(3):
+            for model in (managed, resident):
+                torch.manual_seed(number)
+                x = torch.randn(4, 32).to(device).requires_grad_()
+                y = model.body[0](model.first(x)).tanh()
+
+                def change(_, model=model):
+                    simulator.finish()  # what comes is there, as it was
+                    weight, one, other = model.body[0].weight, model.body[0].bias, model.first.bias
+                    if how == "added to":
+                        weight.grad.add_(1.0)
+                    elif how == "replaced":
+                        weight.grad = weight.grad + 1.0
+                    elif how == "dropped":
+                        weight.grad = None
+                    else:
+                        one.grad, other.grad = other.grad, one.grad
+
+                if number:
+                    y.register_hook(change)
+                model.last(model.body[1](y).tanh()).square().sum().backward()
+            assert_same(gradients(managed), gradients(resident))
+
+
+def test_a_sum_that_came_for_no_gradient_is_let_go(device):
+    managed, resident = pair(device)
+    with attached(managed, device) as manager:
+        for number in range(3):
+            for model in (managed, resident):
+                torch.manual_seed(number)
+                x = torch.randn(4, 32).to(device)
+                y = model.body[0](model.first(x))
+                if number == 2:  # backward ends here, where others are on their way
+                    y = y.detach().requires_grad_()
+                model.last(model.body[1](y).tanh()).square().sum().backward()
+            assert_same(gradients(managed), gradients(resident))
+            assert not manager.state.late and not manager.state.unended
+
+
 def test_few_bytes_leave_at_a_time(device, monkeypatch):
     """Beyond those the stream waits for the oldest, whose memory is free then."""
     monkeypatch.setattr(module, "MOST_LEAVING", 5000)
