@@ -269,6 +269,14 @@ def llama_8b(tokens: int) -> Blocks:
     return _llama(4096.0, 14336.0, 32, tokens)
 
 
+def llama_8b_whole(tokens: int) -> Blocks:
+    """Llama 3 8B with its table and its head of 128,256 rows, each in four parts."""
+    rows, parts = 128256.0 * 4096.0, 4
+    table = [Layer(rows / parts, float(tokens), used=0.0)] * parts
+    head = [Layer(rows / parts, float(tokens))] * parts
+    return [table, *llama_8b(tokens), head]
+
+
 def qwen3_30b(tokens: int) -> Blocks:
     """Qwen3-30B-A3B: 48 blocks of 128 experts, 8 for each token; experts in two tensors, as in
     transformers 5, here in parts of 16 experts each, which are units of their own.
@@ -312,6 +320,7 @@ MODELS: dict[str, tuple[Callable[[int], Blocks], Sequence[int]]] = {
 EXTRAS: dict[str, tuple[Callable[[int], Blocks], Sequence[int]]] = {
     "demo": (demo, (128,)),
     "llama-8b": (llama_8b, (8192, 32768, 131072)),
+    "llama-8b-whole": (llama_8b_whole, (8192,)),
 }
 
 
@@ -322,30 +331,38 @@ class _Unit:
     backward_s: float
 
 
-def _units(block: list[Layer], card: Card, bytes_per_weight: int) -> Iterator[_Unit]:
+def _units(
+    block: list[Layer], card: Card, bytes_per_weight: int, batch: int, trained: bool
+) -> Iterator[_Unit]:
     """Group a block's layers as an attachment does."""
     nbytes, forward, backward = 0, 0.0, 0.0
     for layer in block:
         size = -(-int(layer.weights * bytes_per_weight) // ALIGNMENT) * ALIGNMENT
         linear = max(
-            2 * layer.weights * layer.used * layer.tokens / card.flops, size / card.memory_bps
+            2 * layer.weights * layer.used * layer.tokens * batch / card.flops,
+            size / card.memory_bps,
         )
-        attended = layer.attention / card.flops
+        attended = layer.attention * batch / card.flops
         if nbytes and nbytes + size > TOGETHER_BYTES:
             yield _Unit(nbytes, forward, backward)
             nbytes, forward, backward = 0, 0.0, 0.0
         nbytes += size
         forward += linear + attended
-        backward += linear + ATTENTION_BACKWARD * attended
+        backward += (1 + trained) * linear + ATTENTION_BACKWARD * attended
     yield _Unit(nbytes, forward, backward)
 
 
-def trace_of(model: str, size: int, card: Card, dtype: str) -> Trace:
-    """Return what a model uses on a card, with frozen weights and checkpointed blocks."""
+def trace_of(
+    model: str, size: int, card: Card, dtype: str, batch: int = 1, trained: bool = False
+) -> Trace:
+    """Return what a model uses on a card for `batch` samples, with checkpointed blocks.
+
+    Weights are frozen, or trained: then a backward computes their gradients, too.
+    """
     trace = Trace()
     blocks: list[list[tuple[int, _Unit]]] = []
     for layers in {**MODELS, **EXTRAS}[model][0](size):
-        units = list(_units(layers, card, DTYPES[dtype]))
+        units = list(_units(layers, card, DTYPES[dtype], batch, trained))
         first = len(trace.unit_bytes)
         trace.unit_bytes += [unit.nbytes for unit in units]
         trace.blocks.append(list(range(first, len(trace.unit_bytes))))
