@@ -36,11 +36,15 @@ class Speed:
     compute_s, link_s : float
         What the kernels take, and what the copies to the device take, in the middle.
     h2d_bytes : float
-        That travel in a step.
+        That travel in a step; of a full training with its optimizer's.
     bottleneck : str
         ``"compute"``, ``"link"``, or ``"unknown"``.
     why : str
         Why nothing is known.
+    d2h_bytes : float
+        Of a full training: gradients, and what was stepped, that go home in a step.
+    optimizer : str
+        How the optimizer of a full training is taken to step: "after backward, on the device".
     """
 
     low_s: float | None = None
@@ -52,6 +56,8 @@ class Speed:
     h2d_bytes: float = 0.0
     bottleneck: str = "unknown"
     why: str = ""
+    d2h_bytes: float = 0.0
+    optimizer: str = ""
 
 
 def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
@@ -61,7 +67,7 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
     if fit.verdict == NOWHERE:
         return Speed(why="it does not fit")
     if fit.verdict != RESIDENT and fit.storage.recipe.train == "full":
-        return Speed(why=_streamed_step(fit, card))
+        return _streamed_step(step, fit, card)
     times = [_time(card, share) for share in (0.0, 0.5, 1.0)]
     if fit.verdict == RESIDENT:
         slow, middle, fast = (sum(step.phases(time)) for time in times)
@@ -89,14 +95,31 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
     )
 
 
-def _streamed_step(fit: Fit, card: Card) -> str:
-    """Say what the step of a full training moves, where the optimizer is streamed."""
+def _streamed_step(step: Step, fit: Fit, card: Card) -> Speed:
+    """Return what a step of a full training moves, where the optimizer is streamed.
+
+    Trained weights are not trusted after a backward: each forward brings all that it uses anew.
+    Where micro-batches take turns in a loop, the sum of their gradients comes and goes with each.
+    """
+    gradients = fit.host.get("gradients", 0)
     stepped = fit.host.get("weights", 0) + fit.host.get("optimizer state", 0)
-    there = stepped + fit.host.get("gradients", 0)
-    return (
-        "how long gradients take to leave is not modelled; with train.stream_optimizer a step "
-        f"brings {format_size(there)} to the device and {format_size(stepped)} home, at once: "
-        f"{there / _link_rate(card, 0.5):.2g} s or more"
+    rounds = 1 if step.together else step.micro_batches
+    forward, backward = fit.sweep_bytes or (fit.storage.travelling_bytes,) * 2
+    swept = forward + max(0, backward - fit.arena_bytes)
+    there = rounds * swept + (rounds - 1) * gradients
+    moved, home = there + gradients + stepped, rounds * gradients + stepped
+    seconds = (gradients + stepped) / _link_rate(card, 0.5)
+    mode = "after backward, on the device"
+    return Speed(
+        h2d_bytes=moved,
+        d2h_bytes=home,
+        optimizer=mode,
+        why=(
+            "how long gradients take to leave is not modelled; with an optimizer that steps "
+            f"{mode} (train.stream_optimizer), {format_size(moved)} go to the device in it and "
+            f"{format_size(home)} home, of which its own {format_size(gradients + stepped)} and "
+            f"{format_size(stepped)} at once, in {seconds:.2g} s or more"
+        ),
     )
 
 
