@@ -258,6 +258,21 @@ NOTES: dict[str, dict[str, str]] = {
             "A wrapper (a library's, or yours) has replaced `optimizer.step`: call "
             "`stream_optimizer` before it does."
         ),
+        "streamed already, with during_backward": "Whether it steps in backward is said once.",
+        "another optimizer steps a Parameter of shape": (
+            "Two optimizers with `during_backward=True` have the same Parameter: give it to one."
+        ),
+        "steps in backward: ": (
+            "What the error names needs all gradients at once, or twice. "
+            "[All weights train](full-fine-tuning.md) says what goes with `during_backward=True`."
+        ),
+        "the latest backward was broken off before anything was stepped": (
+            "Nothing has changed, and nothing is there to step: call backward again."
+        ),
+        "steps these Parameters in backward": (
+            "Gradients are clipped when all of them are known; by then these are stepped. Clip "
+            "with an optimizer that is streamed without `during_backward=True`."
+        ),
         "its states are paged": "Take the class of bitsandbytes without `Paged` in its name.",
         "it steps small Parameters otherwise one by one": (
             "The optimizer computes something of all its Parameters, or counts its calls. It "

@@ -148,6 +148,11 @@ class DeviceState:
         self.gradients_lock = Lock("gradients")  # protects those
         # What stands for trained masters in graphs, by their `id`: see `gradients.landing`.
         self.landings: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        # By the `id` of a master, what steps it in backward: see `train.in_backward`.
+        self.steppers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # By unit, what rewrites its masters while backward goes on; a row is replaced.
+        self.rewritten: dict[int, tuple[Any, ...]] = {}
+        self._steps_in_backward = False
         self.rests = False  # whether a step comes after the last backward is not known yet
         self.turned = False  # a managed backward has run since the last forward began
         self.shares: list[Shared] = []  # of models whose masters ranks have together
@@ -262,7 +267,56 @@ class DeviceState:
     def hold(self) -> None:
         """Trainable weights are rewritten from now on."""
         self.rests = False
+        self.end_stepping()
         self.engine.hold()
+
+    def begin_stepping(self) -> None:
+        """Units are rewritten one by one, while backward goes on with the others: see `rewrite`.
+
+        The engine fetches no unit ahead that is trainable while something is held. So those that
+        are yet to be used in this backward are not, and each becomes so when it is rewritten.
+        """
+        with self.lock:
+            self._steps_in_backward = True
+            self._set_trainable(False)
+            self.engine.hold()
+
+    def rewrite(self, unit: int, stepper: Any) -> None:
+        """Masters of a unit are rewritten by what `stepper` sends home from now on."""
+        with self.lock:
+            others = self.rewritten.get(unit, ())
+            if stepper not in others:
+                self.rewritten[unit] = (*others, stepper)
+            if not others and unit in self.stamps:
+                self.engine.set_trainable(unit, True)
+
+    def await_rewrite(self, unit: int) -> None:
+        """Wait until what was sent to masters of a unit is there: somebody uses them again."""
+        for stepper in self.rewritten.get(unit, ()):
+            stepper.await_home()
+
+    def end_rewrites(self, stepper: Any) -> None:
+        """All that `stepper` has sent is home."""
+        with self.lock:
+            for unit, steppers in list(self.rewritten.items()):
+                left = tuple(other for other in steppers if other is not stepper)
+                if left:
+                    self.rewritten[unit] = left
+                else:
+                    del self.rewritten[unit]
+
+    def end_stepping(self) -> None:
+        """Undo `begin_stepping`, if it was done."""
+        with self.lock:
+            if self._steps_in_backward:
+                self._set_trainable(True)
+                self._steps_in_backward = False
+
+    def _set_trainable(self, is_trainable: bool) -> None:
+        for listener in self.listeners:
+            for unit in getattr(listener, "trained_units", ()):
+                if unit in self.stamps:
+                    self.engine.set_trainable(unit, is_trainable)
 
     def begin_forward(self) -> None:
         """Before the first managed forward after a backward trained weights are copied anew.

@@ -22,6 +22,7 @@ from ..errors import OffloadError
 logger = logging.getLogger("oracle_offload")
 
 _REPLICATOR = {"master", "_per_device_tensors"}  # attributes of torch's class for such copies
+_scaled: set[int] = set()  # graph tasks whose result a GradScaler has scaled
 _SCALES = ("grad_scale", "found_inf")  # attributes that GradScaler gives a fused optimizer
 
 
@@ -49,6 +50,37 @@ def make_scaler_wait() -> None:
         return get(copies, device)
 
     replicator.get = get_what_has_arrived
+
+
+def watch_scalers() -> None:
+    """Let `is_scaled` know, in this process from now on."""
+    scale = grad_scaler.GradScaler.scale
+    if hasattr(scale, "notes"):
+        return
+
+    @functools.wraps(scale)
+    def scale_and_note(scaler: Any, outputs: Any) -> Any:
+        scaled = scale(scaler, outputs)
+        if scaler.is_enabled():
+            for each in scaled if isinstance(scaled, list | tuple) else (scaled,):
+                if isinstance(each, Tensor) and each.grad_fn is not None:
+                    each.grad_fn.register_prehook(_note_scaled)
+        return scaled
+
+    scale_and_note.notes = True  # type: ignore[attr-defined]
+    grad_scaler.GradScaler.scale = scale_and_note  # type: ignore[assignment]
+
+
+def _note_scaled(gradients: Any) -> None:
+    task = torch._C._current_graph_task_id()
+    if task not in _scaled:
+        _scaled.add(task)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _scaled.discard(task))
+
+
+def is_scaled(task: int) -> bool:
+    """Whether a `GradScaler` has scaled what a graph task differentiates; see `watch_scalers`."""
+    return task in _scaled
 
 
 def settle(optimizer: Any) -> None:

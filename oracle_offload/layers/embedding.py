@@ -65,6 +65,8 @@ class EmbeddingLayer(WithInherited):
     def lend(self, kind: int, task: int, seconds: float, dtype: Cast, compute: Compute) -> Any:
         """Return ``compute`` of the table as it lies on the host, or, unlocked, in a slot."""
         state = self.state
+        if self.unit in state.rewritten:
+            state.await_rewrite(self.unit)
         stream = state.stream()
         state.time.flush(stream)
         masters = self.masters

@@ -20,6 +20,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function
 
 from .._core import ALIGNMENT, HostBuffer
+from ..engine import step_scalars
 from ..engine.engines import DeviceState
 from ..engine.geometry import is_dense, tensor_bytes
 from ..engine.locked import LockedPool
@@ -89,6 +90,10 @@ class Late:
         any gradient, and change it: then all of them arrive before they are set.
     latest : tuple
         Whose gradient was sent last: its `Gradients`, and the `id` of the master.
+    keeps_graph : bool
+        Whether it may be run through again (``retain_graph=True``).
+    is_scaled : bool
+        Whether a `GradScaler` has scaled what it differentiates.
     """
 
     def __init__(self, state: DeviceState) -> None:
@@ -96,6 +101,9 @@ class Late:
         while state.unended:
             _end(state, *state.unended.pop())
         self.is_watched = any(map(_is_watched, _landed_on(state)))
+        self.keeps_graph: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+        self.is_scaled = step_scalars.is_scaled(_graph_task())
+        self._steppers: list[Any] = []  # of weights whose gradients stay on the device
         self._flights: dict[int, _Flight] = {}  # by the `id` of the master; the latest is the last
         self._leaving: dict[int, tuple[Tensor, int]] = {}  # on the device still, by the ticket
         self._leaving_bytes = 0
@@ -149,6 +157,23 @@ class Late:
             del self._leaving[oldest]
             self._leaving_bytes -= left
 
+    def step(self, stepper: Any, master: Tensor, gradient: Tensor) -> None:
+        """Let `stepper` step a master, now or until the graph task ends."""
+        stepper.refuse(self, master, gradient)
+        if not self._steppers:
+            self._state.begin_stepping()
+        if stepper not in self._steppers:
+            self._steppers.append(stepper)
+            stepper.begin(self)
+        stepper.take(master, gradient)
+
+    def finish_steps(self) -> None:
+        """Step what is left, and wait until it is home."""
+        while self._steppers:
+            self._steppers[-1].end()
+            self._steppers.pop()
+        self._state.end_stepping()
+
     def finish(self) -> None:
         """Wait, and set ``.grad`` of all masters."""
         flights, self._flights = list(self._flights.values()), {}
@@ -188,6 +213,12 @@ class Late:
         for flight in flights:
             with contextlib.suppress(Exception):
                 _end(self._state, flight.ticket, self._leaving.get(flight.ticket))
+        for stepper in self._steppers:
+            with contextlib.suppress(Exception):
+                stepper.break_off()
+        if self._steppers:
+            with contextlib.suppress(Exception):
+                self._state.end_stepping()
 
 
 def _end(state: DeviceState, ticket: int, held: object) -> None:
@@ -252,6 +283,16 @@ class Gradients:
         master: Tensor = accumulator.variable
         with self._state.gradients_lock:
             late = self._late()
+            stepper = self._state.steppers.get(id(master))
+            if (
+                late is not None
+                and stepper is not None
+                and not node.is_added_to
+                and not _is_watched(node)
+                and _is_only_for_grad(accumulator, master)
+            ):
+                late.step(stepper, master, self._laid_out(gradient, master))
+                return None
             if late is not None:
                 is_alone = self._finish_others(late, master)
                 late.is_watched = late.is_watched or _is_watched(node)
@@ -281,6 +322,9 @@ class Gradients:
             late = self._late()
             if late is None:
                 return
+            stepper = self._state.steppers.get(id(master))
+            if stepper is not None:
+                stepper.refuse_more(master)
             self._finish_others(late, master)
             if late.flight_of(master) is not None:
                 late.finish()
@@ -332,8 +376,7 @@ class Gradients:
         if flight is not None and not flight.is_new and master.grad is not running:
             return False  # code has dropped it meanwhile
         if running is None:
-            if not _is_kept_as_it_is(gradient, master):
-                gradient = torch.empty_like(master, device=self.device).copy_(gradient)
+            gradient = self._laid_out(gradient, master)
             host = self.locked_like(gradient)
             if host is None:
                 return False
@@ -384,6 +427,12 @@ class Gradients:
                 and self._may_be_added_to(running, other)
             ):
                 late.bring(other, running, stream)
+
+    def _laid_out(self, gradient: Tensor, master: Tensor) -> Tensor:
+        """Return a gradient in the layout that torch gives ``.grad``."""
+        if gradient.layout is not torch.strided or _is_kept_as_it_is(gradient, master):
+            return gradient
+        return torch.empty_like(master, device=self.device).copy_(gradient)
 
     def _may_be_added_to(self, running: Tensor, master: Tensor) -> bool:
         if (
@@ -639,6 +688,7 @@ def note_trainable(state: DeviceState, task: int) -> None:
         try:
             with state.gradients_lock:
                 try:
+                    late.finish_steps()
                     late.finish()
                 finally:
                     state.late.pop(task, None)

@@ -87,6 +87,8 @@ class Borrower(Leaf):
             The arena has no room for the unit; it is a `torch.OutOfMemoryError`.
         """
         state = self.state
+        if self.unit in state.rewritten:
+            state.await_rewrite(self.unit)
         stream = state.begin_use()
         stamp = version_of(self.masters.present)
         begun = False

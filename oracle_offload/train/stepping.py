@@ -61,7 +61,7 @@ _NOT_KEPT = (
 )
 
 
-def stream_optimizer(optimizer: Any) -> Any:
+def stream_optimizer(optimizer: Any, *, during_backward: bool = False) -> Any:
     """Let an optimizer step managed weights on the device, with its states on the host.
 
     ``optimizer.step()`` then brings Parameters, gradients and states to the device group by group
@@ -73,6 +73,11 @@ def stream_optimizer(optimizer: Any) -> Any:
     optimizer : torch.optim.Optimizer
         That trains Parameters of an attached model; others among its Parameters are stepped where
         they are.
+    during_backward : bool, optional
+        Step each managed Parameter as soon as its gradient is complete: gradients never leave the
+        device, ``.grad`` stays None, and ``step()`` steps the rest, once for each backward. What
+        needs all gradients at once, or twice, is refused: `GradScaler`, clipping, accumulation over
+        several backwards, ``retain_graph=True``.
 
     Returns
     -------
@@ -93,22 +98,42 @@ def stream_optimizer(optimizer: Any) -> Any:
     ...     optimizer = stream_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
     ...     model(torch.randn(2, 256)).sum().backward()
     ...     optimizer.step()
+
+    Without gradients that leave the device:
+
+    >>> with oracle_offload.attach(model, "cpu"):
+    ...     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ...     optimizer = stream_optimizer(optimizer, during_backward=True)
+    ...     model(torch.randn(2, 256)).sum().backward()
+    ...     assert model[0].weight.grad is None
+    ...     optimizer.step()
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
-    homes = _homes()
-    state = _state_of(optimizer, homes)
+    at_home = homes()
+    state = _state_of(optimizer, at_home)
     if state is None:
         raise OffloadError(
             f"{type(optimizer).__name__} trains no managed Parameter: attach the model first, and "
             "give the optimizer its Parameters."
         )
-    if _STEPPER in optimizer.__dict__:
+    known = optimizer.__dict__.get(_STEPPER)
+    if known is not None:
+        if known.steps_in_backward != during_backward:
+            raise OffloadError(
+                f"{type(optimizer).__name__} is streamed already, with during_backward="
+                f"{known.steps_in_backward}. Make a new optimizer, and load its states."
+            )
         return optimizer
     _refuse_by_name(optimizer)
-    _try(optimizer, type(optimizer), state.device, homes)
+    _try(optimizer, type(optimizer), state.device, at_home)
     patched = optimizer.__dict__.pop("step", None)  # a scheduler's, which counts calls
-    optimizer.__dict__[_STEPPER] = _Stepper(state)
+    if during_backward:
+        from .in_backward import InBackward
+
+        optimizer.__dict__[_STEPPER] = InBackward(state, optimizer)
+    else:
+        optimizer.__dict__[_STEPPER] = Stepper(state)
     kind: Any = type(optimizer)
     optimizer.__class__ = _streamed(kind)
     if patched is not None:
@@ -126,25 +151,27 @@ _counted_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 @dataclass
-class _Home:
+class Home:
     """Where a managed Parameter belongs."""
 
     state: DeviceState
     gradients: Gradients
+    units: list[int] = field(default_factory=list)  # that it is part of
 
 
-def _homes() -> dict[int, _Home]:
+def homes() -> dict[int, Home]:
     """Return where each managed Parameter belongs, by its `id`."""
-    found: dict[int, _Home] = {}
+    found: dict[int, Home] = {}
     for state in open_states():
         for attachment in state.listeners:
             for layer in getattr(attachment, "layers", ()):
-                home = _Home(state, layer.attachment.gradients)
-                found.update((id(master), home) for master in layer.masters.present)
+                for master in layer.masters.present:
+                    home = found.setdefault(id(master), Home(state, layer.attachment.gradients))
+                    home.units.append(layer.unit)
     return found
 
 
-def _state_of(optimizer: Any, homes: dict[int, _Home]) -> DeviceState | None:
+def _state_of(optimizer: Any, homes: dict[int, Home]) -> DeviceState | None:
     """Return the device on which an optimizer's managed Parameters are used; None without any."""
     own = [id(p) for group in optimizer.param_groups for p in group["params"]]
     states = {id(homes[p].state): homes[p].state for p in own if p in homes}
@@ -533,16 +560,20 @@ _Row = tuple[Tensor, Tensor, "dict[str, Any] | None"]  # Parameter, what stands 
 
 
 @dataclass
-class _Batch:
+class Batch:
     """Parameters that are stepped together.
 
     Attributes
     ----------
+    gradients : dict
+        Those that are on the device already, by the `id` of the Parameter.
     brought : list
         What stands for them on the device, while they are about to be stepped; all of them where
         `is_brought`.
     tickets : list
         Of the copies there, and what they write to, which lives as long.
+    is_spent : bool
+        Whether its step was begun: the optimizer may have written to `gradients`.
     stepped : list or None
         The same once they are stepped; None before. From then on only copies home are to be made.
     is_home : bool
@@ -550,20 +581,28 @@ class _Batch:
     """
 
     parameters: list[Tensor]
+    gradients: dict[int, Tensor] = field(default_factory=dict)
     brought: list[_Row] = field(default_factory=list)
     is_brought: bool = False
     tickets: list[tuple[int, Tensor]] = field(default_factory=list)
+    is_spent: bool = False
     stepped: list[_Row] | None = None
     is_home: bool = False
 
+    def is_lost(self) -> bool:
+        """Whether its step ended half-way, with gradients that are nowhere else."""
+        return self.is_spent and self.stepped is None and bool(self.gradients)
 
-class _Stepper:
+
+class Stepper:
     """Steps the Parameters of one optimizer, batch by batch."""
+
+    steps_in_backward = False
 
     def __init__(self, state: DeviceState) -> None:
         self.unfinished = False  # some Parameters are stepped, and some are not
         self._use(state)
-        self._homes: dict[int, _Home] = {}
+        self._homes: dict[int, Home] = {}
         self._counters: dict[int, set[str]] = {}  # names of states that are numbers of the host
         self._fused: set[int] = set()  # whose numbers are on the device
 
@@ -580,14 +619,9 @@ class _Stepper:
     @torch.no_grad()
     def step(self, optimizer: Any) -> None:
         """Step every Parameter that has a gradient, once."""
-        if self.unfinished:
-            raise OffloadError(
-                f"a step of {type(optimizer).__name__} was broken off: some of its Parameters are "
-                "stepped and some are not, and it takes no further step. Load a checkpoint into "
-                "the model, make a new optimizer, and load its states."
-            )
+        self.refuse_unfinished(optimizer)
         kind = type(optimizer).__mro__[1]
-        self._homes = _homes()
+        self._homes = homes()
         state = _state_of(optimizer, self._homes)
         if state is None:  # the model was detached: it is as if nothing had been streamed
             _own_step(kind)(optimizer)
@@ -596,13 +630,28 @@ class _Stepper:
             if state.device != self.state.device:
                 _try(optimizer, kind, state.device, self._homes)
             self._use(state)
-        batches = list(self._batches(optimizer))
+        self._finish(optimizer, list(self._batches(optimizer)))
+
+    def refuse_unfinished(self, optimizer: Any) -> None:
+        """Refuse to go on after a step that could not be completed."""
+        if self.unfinished:
+            raise OffloadError(
+                f"a step of {type(optimizer).__name__} was broken off: some of its Parameters are "
+                "stepped and some are not, and it takes no further step. Load a checkpoint into "
+                "the model, make a new optimizer, and load its states."
+            )
+
+    def _finish(self, optimizer: Any, batches: list[Batch]) -> None:
+        """Do what is left of a step; where that fails, all of it or nothing, if it can be."""
         self.unfinished = True
         try:
             self._run(optimizer, batches)
         except BaseException as error:
             if any(batch.stepped is not None for batch in batches):
+                if any(batch.is_lost() for batch in batches):
+                    raise
                 self._run(optimizer, batches)  # what is left of the call
+                self._is_stepped()
                 error.add_note(
                     f"This step of {type(optimizer).__name__} was completed before the error went "
                     "on: every Parameter is stepped. Do not call step() again for it."
@@ -612,39 +661,38 @@ class _Stepper:
                     self._let_go(batch)
             self.unfinished = False
             raise
+        self._is_stepped()
         self.unfinished = False
 
-    def _batches(self, optimizer: Any) -> Iterator[_Batch]:
-        """Yield what to step in turn, in the order of the groups."""
-        batch, nbytes = _Batch([]), 0
+    def _is_stepped(self) -> None:
+        """Every Parameter is, whether or not an error goes on."""
+
+    def _note_fused(self, optimizer: Any) -> None:
         self._fused.clear()
         for group in optimizer.param_groups:
             if group.get("fused"):
                 self._fused.update(map(id, group["params"]))
+
+    def _batches(self, optimizer: Any) -> Iterator[Batch]:
+        """Yield what to step in turn, in the order of the groups."""
+        batch, nbytes = Batch([]), 0
+        self._note_fused(optimizer)
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad
                 if gradient is None:
                     continue
-                if gradient.layout is not torch.strided:
-                    raise OffloadError(
-                        f"{type(optimizer).__name__} cannot be streamed: a Parameter of shape "
-                        f"{tuple(parameter.shape)} has a sparse gradient. Make the layer with "
-                        "sparse=False."
-                    )
-                size = 2 * tensor_bytes(parameter) + sum(
-                    tensor_bytes(value)
-                    for value in optimizer.state.get(parameter, {}).values()
-                    if _is_plain(value)
-                )
+                refuse_sparse(optimizer, parameter, gradient)
+                size = bytes_of(optimizer, parameter)
                 if batch.parameters and nbytes + size > BATCH_BYTES:
                     yield batch
-                    batch, nbytes = _Batch([]), 0
+                    batch, nbytes = Batch([]), 0
                 batch.parameters.append(parameter)
                 nbytes += size
         if batch.parameters:
             yield batch
 
-    def _run(self, optimizer: Any, batches: list[_Batch]) -> None:
+    def _run(self, optimizer: Any, batches: list[Batch]) -> None:
         """Do what is left to do of a step; may be called again after it raised."""
         left = [batch for batch in batches if not batch.is_home]
         for batch, following in itertools.zip_longest(left, left[1:]):
@@ -652,17 +700,21 @@ class _Stepper:
                 self._bring(optimizer, batch)
                 if following is not None and following.stepped is None:
                     self._bring(optimizer, following)  # comes while this one is stepped
-                self._compute(optimizer, batch)
-            self._send_home(optimizer, batch)
-            batch.is_home = True
-            batch.stepped = []
+            self._step_batch(optimizer, batch)
         self._arrive()
         for batch in batches:
             torch.autograd.graph.increment_version(batch.parameters)
 
+    def _step_batch(self, optimizer: Any, batch: Batch) -> None:
+        if batch.stepped is None:
+            self._compute(optimizer, batch)
+        self._send_home(optimizer, batch)
+        batch.is_home = True
+        batch.stepped = []
+
     # ---- to the device ----
 
-    def _bring(self, optimizer: Any, batch: _Batch) -> None:
+    def _bring(self, optimizer: Any, batch: Batch) -> None:
         if batch.is_brought:
             return
         self._let_go(batch)
@@ -670,7 +722,10 @@ class _Stepper:
             there = nn.Parameter(
                 self._there(parameter.detach(), batch), requires_grad=parameter.requires_grad
             )
-            there.grad = self._there(cast("Tensor", parameter.grad).detach(), batch)
+            gradient = batch.gradients.get(id(parameter))
+            if gradient is None:
+                gradient = self._there(cast("Tensor", parameter.grad).detach(), batch)
+            there.grad = gradient
             known = optimizer.state.get(parameter)
             if known is not None:
                 known = {
@@ -689,7 +744,7 @@ class _Stepper:
         known = self._counters.get(id(parameter))
         return id(parameter) not in self._fused if known is None else name in known
 
-    def _let_go(self, batch: _Batch) -> None:
+    def _let_go(self, batch: Batch) -> None:
         """Forget what was brought; its memory is free in the order of the stream."""
         batch.is_brought = False
         while batch.tickets:
@@ -697,7 +752,7 @@ class _Stepper:
             batch.tickets.pop()
         batch.brought.clear()
 
-    def _state_there(self, value: Any, batch: _Batch) -> Any:
+    def _state_there(self, value: Any, batch: Batch) -> Any:
         if isinstance(value, Tensor):
             if not _is_plain(value):
                 return value.to(self.state.device, copy=True)
@@ -708,7 +763,7 @@ class _Stepper:
             return type(value)(self._state_there(v, batch) for v in value)
         return copy.copy(value)
 
-    def _there(self, host: Tensor, batch: _Batch) -> Tensor:
+    def _there(self, host: Tensor, batch: Batch) -> Tensor:
         """Return a copy on the device, which may be on its way there."""
         state = self.state
         nbytes = tensor_bytes(host)
@@ -728,7 +783,7 @@ class _Stepper:
 
     # ---- on the device ----
 
-    def _compute(self, optimizer: Any, batch: _Batch) -> None:
+    def _compute(self, optimizer: Any, batch: Batch) -> None:
         state, stream = self.state, self.state.stream()
         brought = batch.brought
         for ticket, _ in batch.tickets:
@@ -738,6 +793,7 @@ class _Stepper:
         states: Any = defaultdict(dict)
         states.update({there: known for _, there, known in brought if known is not None})
         groups = _groups_with(optimizer, stands_for, self._nothing)
+        batch.is_spent = True
         batch.is_brought = False  # what is brought may be stepped from here on, or half of it
         _own_step(kind)(_part_of(optimizer, kind, groups, states))
         if state.simulated:
@@ -756,7 +812,7 @@ class _Stepper:
 
     # ---- home ----
 
-    def _send_home(self, optimizer: Any, batch: _Batch) -> None:
+    def _send_home(self, optimizer: Any, batch: Batch) -> None:
         before = len(self._open)
         for parameter, there, known in batch.stepped or ():
             home = self._homes.get(id(parameter))
@@ -778,7 +834,7 @@ class _Stepper:
             self._open[self._joined] = ticket, None
             self._joined += 1
 
-    def _state_home(self, value: Any, former: Any, home: _Home | None) -> Any:
+    def _state_home(self, value: Any, former: Any, home: Home | None) -> Any:
         """Return what the state is at home; its bytes are on their way there."""
         if isinstance(value, Tensor):
             if home is None:  # of a Parameter that stays on the device
@@ -848,6 +904,24 @@ class _Stepper:
     def _end(self, ticket: int) -> None:
         with contextlib.suppress(OffloadError):  # an interrupt came between this and what follows
             self.state.engine.trip_end(ticket)
+
+
+def refuse_sparse(optimizer: Any, parameter: Tensor, gradient: Tensor) -> None:
+    """Refuse a gradient that has no bytes to take along as they are."""
+    if gradient.layout is not torch.strided:
+        raise OffloadError(
+            f"{type(optimizer).__name__} cannot be streamed: a Parameter of shape "
+            f"{tuple(parameter.shape)} has a sparse gradient. Make the layer with sparse=False."
+        )
+
+
+def bytes_of(optimizer: Any, parameter: Tensor) -> int:
+    """Return the bytes of a Parameter, its gradient and its states."""
+    return 2 * tensor_bytes(parameter) + sum(
+        tensor_bytes(value)
+        for value in optimizer.state.get(parameter, {}).values()
+        if _is_plain(value)
+    )
 
 
 def _tensors_of(values: Any) -> Iterable[Tensor]:

@@ -481,7 +481,7 @@ def test_an_error_says_whether_the_step_was_completed(device, monkeypatch, fails
         for model in models:
             backward(model, 0, device)
         theirs.step()
-        compute, calls = stepping._Stepper._compute, []
+        compute, calls = stepping.Stepper._compute, []
 
         def runs_out(stepper, optimizer, batch):
             calls.append(batch)
@@ -489,7 +489,7 @@ def test_an_error_says_whether_the_step_was_completed(device, monkeypatch, fails
                 raise torch.OutOfMemoryError("out of memory")
             compute(stepper, optimizer, batch)
 
-        monkeypatch.setattr(stepping._Stepper, "_compute", runs_out)
+        monkeypatch.setattr(stepping.Stepper, "_compute", runs_out)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             ours.step()
         notes = getattr(caught.value, "__notes__", [])
@@ -504,14 +504,14 @@ def test_a_step_that_cannot_be_completed_is_the_last(device, monkeypatch):
     with attached(managed, device):
         optimizer = stream_optimizer(torch.optim.SGD(managed.parameters(), lr=0.1))
         backward(managed, 0, device)
-        arrive = stepping._Stepper._arrive
+        arrive = stepping.Stepper._arrive
 
         def fails(stepper):
             arrive(stepper)
             raise OSError("a fault that lasts")
 
         with monkeypatch.context() as patched:
-            patched.setattr(stepping._Stepper, "_arrive", fails)
+            patched.setattr(stepping.Stepper, "_arrive", fails)
             with pytest.raises(OSError, match="that lasts"):
                 optimizer.step()
         with pytest.raises(OffloadError, match="it takes no further step"):

@@ -1,0 +1,535 @@
+"""Optimizers that step in backward: the bits of the resident model, and no gradient goes home."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+
+import pytest
+import torch
+from equality import assert_same, attached
+from test_late_gradients import Raises
+from test_stepping import OPTIMIZERS, Net, assert_alike, backward, build, cloned
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from oracle_offload import DriverError, OffloadError
+from oracle_offload import manager as manager_of
+from oracle_offload.engine import simulator
+from oracle_offload.train import in_backward, stepping, stream_optimizer
+
+WEIGHT = 4 * 32 * 32
+MANAGED = 3 * WEIGHT + 4 * 4 * 32  # bytes of the weights and biases of `Net`'s layers
+
+
+@pytest.fixture(autouse=True, params=["apart", "together"])
+def small_batches(request, monkeypatch):
+    """A weight and its bias at a time; each layer is a unit, or all of them are one."""
+    monkeypatch.setattr(stepping, "BATCH_BYTES", 12000)
+    if request.param == "apart":
+        monkeypatch.setattr(manager_of, "group_units", lambda leaves: [[leaf] for leaf in leaves])
+    return request.param
+
+
+def streamed(optimizer):
+    return stream_optimizer(optimizer, during_backward=True)
+
+
+def moved(manager):
+    stats = manager.state.engine.stats()
+    return {name: stats[name] for name in ("d2h_bytes", "brought_bytes", "host_waits")}
+
+
+def states(manager, optimizer):
+    """Bytes of what the optimizer keeps of the managed Parameters, without numbers of the host."""
+    own = {id(p) for layer in manager.layers for p in layer.masters.present}
+    return sum(
+        value.numel() * value.element_size()
+        for p, state in optimizer.state.items()
+        for value in state.values()
+        if id(p) in own and isinstance(value, torch.Tensor) and value.dim()
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_have_the_resident_bits_and_gradients_stay(device, name, small_batches):
+    if "fused" in name and device == "simgpu":
+        pytest.skip("torch has no fused kernels for this type of device")
+    if small_batches == "together" and name not in ("adamw", "muon"):
+        pytest.skip("the others are tried apart")
+    reentrant = {"groups": True, "momentum": False}.get(name)
+    managed, resident, make = build(device, OPTIMIZERS[name], reentrant=reentrant)
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 4
+        assert len({layer.unit for layer in manager.layers}) == (small_batches == "apart") * 3 + 1
+        models = managed, resident
+        optimizers = [make(list(model.parameters())) for model in models]
+        assert streamed(optimizers[0]) is optimizers[0]
+        trained = {id(p) for g in optimizers[0].param_groups for p in g["params"]}
+        own = {p for layer in manager.layers for p in layer.masters.present}
+        nbytes = sum(4 * p.numel() for p in own if id(p) in trained)
+        others = MANAGED - nbytes  # gradients that other optimizers would take
+        for number in range(4):
+            kept = states(manager, optimizers[0])
+            before = moved(manager)
+            losses = [backward(model, number, device) for model in models]
+            after = moved(manager)
+            assert_same(*losses)
+            assert all(p.grad is None for p in own if id(p) in trained)
+            assert after["brought_bytes"] - before["brought_bytes"] >= nbytes + kept
+            home = nbytes + states(manager, optimizers[0]) + others
+            if "fused" not in name:  # whose counters are on the device, too
+                assert after["brought_bytes"] - before["brought_bytes"] == nbytes + kept
+                assert after["d2h_bytes"] - before["d2h_bytes"] == home
+            assert after["host_waits"] - before["host_waits"] == 1
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for model in models:
+                model.zero_grad()
+            assert moved(manager) == after  # the norm alone was left
+            assert_alike(models, optimizers)
+        held = managed.first.weight
+        assert manager.state.engine.is_locked(held.data_ptr(), WEIGHT)
+
+
+def test_schedulers_hooks_and_a_closure_see_one_step(device):
+    managed, resident, _ = build(device, None)
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 4
+        models, seen = (managed, resident), ([], [])
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+        schedulers = [torch.optim.lr_scheduler.LinearLR(one, 0.1, 1.0, 3) for one in optimizers]
+        streamed(optimizers[0])
+        for optimizer, notes in zip(optimizers, seen, strict=True):
+            optimizer.register_step_post_hook(lambda *_, notes=notes: notes.append("after"))
+            optimizer.register_step_pre_hook(lambda *_, notes=notes: notes.append("before"))
+        for number in range(3):
+            for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
+                if number == 1:
+                    optimizer.step(lambda model=model: backward(model, 1, device))
+                else:
+                    backward(model, number, device)
+                    optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            assert_alike(models, optimizers)
+        assert seen[0] == seen[1] == 3 * ["before", "after"]
+        kept = cloned(optimizers[0].state_dict())
+        optimizers[0].load_state_dict(kept)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, 9, device)
+            optimizer.step()
+        assert_alike(models, optimizers)
+
+
+def test_a_parameter_with_a_hook_is_stepped_afterwards(device):
+    """The hook sees its gradient, and may change it."""
+    managed, resident, make = build(device, OPTIMIZERS["adamw"])
+    with attached(managed, device):
+        models, seen = (managed, resident), []
+        optimizers = [make(model.parameters()) for model in models]
+        streamed(optimizers[0])
+        for model in models:
+            model.body[0].weight.register_hook(lambda gradient: 2 * gradient)
+            model.body[1].bias.register_post_accumulate_grad_hook(
+                lambda p: seen.append(p.grad.detach().clone().cpu())
+            )
+        for number in range(2):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                backward(model, number, device)
+                if model is managed:
+                    with_grad = {n for n, p in model.named_parameters() if p.grad is not None}
+                    assert with_grad == {
+                        "body.0.weight", "body.1.bias", "norm.weight", "norm.bias"
+                    }  # fmt: skip
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_alike(models, optimizers)
+        assert_same(seen[0], seen[1])
+
+
+def test_two_optimizers_share_the_layers(device):
+    managed, resident, _ = build(device, None)
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 4
+        models, pairs = (managed, resident), []
+        for model in models:
+            matrices = [p for p in model.parameters() if p.dim() == 2]
+            others = [p for p in model.parameters() if p.dim() != 2]
+            pairs.append((torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(others, lr=0.1)))
+        for optimizer in pairs[0]:
+            streamed(optimizer)
+        for number in range(3):
+            for model, pair in zip(models, pairs, strict=True):
+                backward(model, number, device)
+                if model is managed:
+                    assert model.first.weight.grad is None and model.first.bias.grad is None
+                for optimizer in pair:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        for optimizers in zip(*pairs, strict=True):
+            assert_alike(models, optimizers)
+        with pytest.raises(OffloadError, match="another optimizer steps a Parameter of shape"):
+            streamed(torch.optim.SGD(managed.parameters(), lr=0.1))
+
+
+# ---- what cannot be had ----
+
+
+def scaled(model, optimizer, device):
+    scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=4.0)
+    scaler.scale(model(torch.ones(4, 32).to(device)).sum()).backward()
+
+
+def scaled_among_others(model, optimizer, device):
+    scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=4.0)
+    losses = scaler.scale([model(torch.ones(4, 32).to(device)).sum()])
+    losses[0].backward()
+
+
+def retained(model, optimizer, device):
+    model(torch.ones(4, 32).to(device)).sum().backward(retain_graph=True)
+
+
+def with_a_graph(model, optimizer, device):
+    model(torch.ones(4, 32).to(device)).sum().backward(create_graph=True)
+
+
+def given_a_gradient(model, optimizer, device):
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    model(torch.ones(4, 32).to(device)).sum().backward()
+
+
+REFUSED = {
+    scaled: "is scaled by a GradScaler",
+    scaled_among_others: "is scaled by a GradScaler",
+    retained: "retain_graph=True",
+    with_a_graph: "retain_graph=True",
+    given_a_gradient: "gets a second gradient before step",
+}
+
+
+@pytest.mark.parametrize("use", REFUSED)
+@pytest.mark.parametrize("reentrant", [None, True], ids=["plain", "reentrant"])
+def test_what_is_refused_before_anything_is_stepped(device, use, reentrant):
+    managed, resident, make = build(device, OPTIMIZERS["adamw"], reentrant)
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 4
+        optimizers = [make(model.parameters()) for model in (managed, resident)]
+        streamed(optimizers[0])
+        before = cloned(managed.state_dict())
+        with pytest.raises(OffloadError, match=f"AdamW steps in backward: .*{REFUSED[use]}"):
+            use(managed, optimizers[0], device)
+        gc.collect()
+        assert_same(managed.state_dict(), before)
+        for model, optimizer in zip((managed, resident), optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(model, 1, device)
+            optimizer.step()
+        assert_alike((managed, resident), optimizers)
+
+
+def test_a_second_backward_is_refused_until_the_step(device):
+    managed, resident, make = build(device, OPTIMIZERS["adamw"])
+    with attached(managed, device):
+        models = managed, resident
+        optimizers = [make(model.parameters()) for model in models]
+        streamed(optimizers[0])
+        for model in models:
+            backward(model, 0, device)
+        with pytest.raises(OffloadError, match="by another backward"):
+            backward(managed, 1, device)
+        gc.collect()
+        managed.norm.zero_grad()
+        resident.norm.zero_grad()
+        managed.first.weight.grad = torch.ones(32, 32)
+        with pytest.raises(OffloadError, match=r"because \.grad was set"):
+            optimizers[0].step()
+        managed.first.weight.grad = None
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_alike(models, optimizers)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, 2, device)
+            optimizer.step()
+        assert_alike(models, optimizers)
+
+
+class Twice(nn.Module):
+    """One weight in two checkpoints."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layer, self.reentrant = nn.Linear(32, 32), reentrant
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(lambda x: self.layer(x).tanh(), x, use_reentrant=self.reentrant)
+        return x
+
+
+def test_a_use_after_the_step_is_refused_and_nothing_goes_on(device, monkeypatch):
+    """A reentrant checkpoint differentiates by itself; the other kind sums first."""
+    managed, resident = Twice(False), None
+    resident = copy.deepcopy(managed).to(device)
+    with attached(managed, device):
+        models = managed, resident
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        streamed(optimizers[0])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, 0, device)
+            optimizer.step()
+        assert_alike(models, optimizers)
+        managed.reentrant = True
+        with pytest.raises(OffloadError, match="second reentrant checkpoint that uses it"):
+            backward(managed, 1, device)
+        gc.collect()
+        with pytest.raises(OffloadError, match="the latest backward was broken off before"):
+            optimizers[0].step()
+        monkeypatch.setattr(stepping, "BATCH_BYTES", 0)
+        monkeypatch.setattr(in_backward.InBackward, "take", at_once(in_backward.InBackward.take))
+        with pytest.raises(OffloadError, match="second reentrant checkpoint that uses it"):
+            backward(managed, 2, device)
+        gc.collect()
+        for call in (optimizers[0].step, lambda: backward(managed, 3, device)):
+            with pytest.raises(OffloadError, match="it takes no further step"):
+                call()
+
+
+def at_once(take):
+    """`take` that steps what is taken, without waiting for more."""
+
+    def run(stepper, master, gradient):
+        take(stepper, master, gradient)
+        with torch.no_grad():
+            for batch in stepper._left:
+                if not batch.is_home:
+                    stepper._bring(stepper._running, batch)
+                    stepper._step_batch(stepper._running, batch)
+
+    return run
+
+
+def test_code_that_adds_on_the_host_is_refused(device):
+    managed, _, make = build(device, OPTIMIZERS["sgd"])
+    with attached(managed, device):
+        optimizer = streamed(make(managed.parameters()))
+        loss = managed(torch.ones(4, 32).to(device)).sum()
+        with pytest.raises(OffloadError, match="by code that uses it on the host"):
+            (loss.cpu() + managed.body[0].weight.square().sum().cpu()).backward()
+        gc.collect()
+        with pytest.raises(OffloadError):
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda p: torch.nn.utils.clip_grad_norm_(p, 1.0),
+        lambda p: torch.nn.utils.clip_grad_norm_(iter(p), 1.0),
+        lambda p: torch.nn.utils.clip_grad_value_(p, 1.0),
+        lambda p: torch.nn.utils.clip_grads_with_norm_(p, 1.0, torch.ones(())),
+    ],
+)
+def test_clipping_is_refused_by_name(device, clip):
+    managed, resident, make = build(device, OPTIMIZERS["sgd"])
+    with attached(managed, device):
+        optimizer = streamed(make(managed.parameters()))
+        backward(managed, 0, device)
+        with pytest.raises(OffloadError, match=r"clip_grad.*steps these Parameters in backward"):
+            clip(list(managed.parameters()))
+        backward(resident, 0, device)
+        clip(list(resident.parameters()))
+        clip([managed.norm.weight])
+        optimizer.step()
+        del optimizer
+        gc.collect()
+        clip(list(managed.parameters()))  # nobody steps them any more
+
+
+def test_it_is_streamed_one_way_or_the_other(device):
+    managed = Net()
+    with attached(managed, device):
+        optimizer = streamed(torch.optim.SGD(managed.parameters(), lr=0.1))
+        assert streamed(optimizer) is optimizer
+        with pytest.raises(OffloadError, match="streamed already, with during_backward=True"):
+            stream_optimizer(optimizer)
+
+
+def test_values_without_grad_are_no_steps(device):
+    """``autograd.grad`` gives gradients as ever."""
+    managed, resident, make = build(device, OPTIMIZERS["sgd"])
+    with attached(managed, device):
+        streamed(make(managed.parameters()))
+        found = []
+        for model in (managed, resident):
+            loss = model(torch.ones(4, 32).to(device)).sum()
+            found.append(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))
+        assert_same(*found)
+
+
+# ---- when it is broken off ----
+
+
+class Late(nn.Module):
+    """Its backward raises in the end, after the gradients of most layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fails = False
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if self.fails and number == 0:
+                x = Raises.apply(x)
+        return x
+
+
+def test_a_backward_that_raises_after_a_step_is_the_last(device, small_batches):
+    managed = Late()
+    resident = copy.deepcopy(managed).to(device)
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 5
+        models = managed, resident
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        streamed(optimizers[0])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, 0, device)
+            optimizer.step()
+            optimizer.zero_grad()
+        managed.fails = True
+        with pytest.raises(ZeroDivisionError):
+            backward(managed, 1, device)
+        gc.collect()
+        managed.fails = False
+        if small_batches == "together":  # one unit is one batch: it was not complete
+            assert_alike(models, optimizers)
+            with pytest.raises(OffloadError, match="broken off before anything was stepped"):
+                optimizers[0].step()
+            for model, optimizer in zip(models, optimizers, strict=True):
+                backward(model, 1, device)
+                optimizer.step()
+            assert_alike(models, optimizers)
+            return
+        for call in (optimizers[0].step, lambda: backward(managed, 2, device)):
+            with pytest.raises(OffloadError, match="it takes no further step"):
+                call()
+        # The model itself goes on with what is at home.
+        with torch.no_grad():
+            for p, q in zip(managed.parameters(), resident.parameters(), strict=True):
+                q.copy_(p.to(device))
+            x = torch.ones(4, 32).to(device)
+            assert_same(managed(x), resident(x))
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuEventRecord"])
+def test_a_fault_of_the_driver_is_never_silent(sim, call, small_batches):
+    """At one call in several of one backward: completed, or refused, or untouched."""
+    ends = {"completed": 0, "untouched": 0, "refused": 0}
+    if small_batches == "together":
+        pytest.skip("tried with what is stepped early")
+    for nth in range(1, 31, 3):
+        managed, resident = Late(), Late()
+        with attached(managed, "cpu"):
+            models = managed, resident
+            optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+            streamed(optimizers[0])
+            backward(resident, 0, "cpu")
+            before = cloned(managed.state_dict())
+            torch.manual_seed(0)
+            loss = managed(torch.randn(4, 32).requires_grad_()).square().mean()
+            raised = False
+            with simulator.fault(call, nth):
+                try:
+                    loss.backward()
+                except (DriverError, OffloadError):
+                    raised = True
+            del loss
+            gc.collect()
+            check_end(ends, optimizers, models, before, raised)
+    assert ends["refused"] + ends["untouched"] > 0 and sum(ends.values()) == 10, ends
+
+
+def check_end(ends, optimizers, models, before, raised):
+    managed, _ = models
+    stepper = optimizers[0].__dict__[stepping._STEPPER]
+    if stepper.unfinished:
+        assert raised
+        with pytest.raises(OffloadError, match="it takes no further step"):
+            optimizers[0].step()
+        stepper.unfinished = False
+        ends["refused"] += 1
+    elif torch.equal(managed.state_dict()["layers.4.weight"], before["layers.4.weight"]):
+        assert raised
+        assert_same(managed.state_dict(), before)
+        try:  # torch steps what has a gradient, which is nothing, where nothing had come yet
+            optimizers[0].step()
+        except OffloadError as error:
+            assert "broken off before anything was stepped" in str(error)
+        assert_same(managed.state_dict(), before)
+        ends["untouched"] += 1
+    else:
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_alike(models, optimizers)
+        ends["completed"] += 1
+
+
+class Interrupts:
+    """Raises at the n-th line of what steps that runs."""
+
+    files = (stepping.__file__, in_backward.__file__)
+
+    def __init__(self, nth):
+        self.left = nth
+
+    def __call__(self, frame, event, argument):
+        if frame.f_code.co_filename not in self.files:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def test_an_interrupt_at_one_line_in_many_is_never_silent(device, small_batches):
+    if device != "cpu":
+        pytest.skip("autograd steps on a thread of its own, which no interrupt reaches")
+    ends = {"completed": 0, "untouched": 0, "refused": 0}
+    nth, finished = 1, False
+    while not finished:
+        managed = Late()
+        resident = copy.deepcopy(managed).to(device)
+        with attached(managed, device):
+            models = managed, resident
+            optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+            streamed(optimizers[0])
+            for model, optimizer in zip(models, optimizers, strict=True):
+                backward(model, 0, device)
+                optimizer.step()
+                optimizer.zero_grad()
+            backward(resident, 1, device)
+            before = cloned(managed.state_dict())
+            raised = True
+            sys.settrace(Interrupts(nth))
+            try:
+                backward(managed, 1, device)
+                finished, raised = True, False
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            gc.collect()
+            nth += 67
+            check_end(ends, optimizers, models, before, raised)
+            optimizers[0].zero_grad()
+    assert ends["untouched"] and ends["completed"], ends
+    assert ends["refused"] or small_batches == "together", ends
