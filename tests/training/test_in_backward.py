@@ -533,3 +533,84 @@ def test_an_interrupt_at_one_line_in_many_is_never_silent(device, small_batches)
             optimizers[0].zero_grad()
     assert ends["untouched"] and ends["completed"], ends
     assert ends["refused"] or small_batches == "together", ends
+
+
+# ---- what is used while it is rewritten ----
+
+
+def test_a_weight_that_is_used_again_in_the_same_backward_is_the_stepped_one(device, small_batches):
+    """By a hook, without grad: its copy waits until the weight is home."""
+    if small_batches == "together":
+        pytest.skip("nothing is stepped early")
+    managed = Late()
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 5
+        optimizer, seen = streamed(torch.optim.SGD(managed.parameters(), lr=0.1)), []
+        for number in range(2):
+            x = torch.ones(4, 32).to(device).requires_grad_()
+
+            def use_again(gradient, x=x):
+                with torch.no_grad():
+                    seen.append(managed.layers[4](x.detach()).cpu())
+
+            x.register_hook(use_again)
+            managed(x).square().sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                assert_same(seen[number], managed.layers[4](x.detach()).cpu())
+        assert len(seen) == 2
+
+
+@pytest.mark.parametrize("reentrant", [None, True], ids=["plain", "reentrant"])
+def test_with_a_small_arena_units_are_fetched_ahead_while_others_are_stepped(
+    sim, monkeypatch, reentrant
+):
+    """A copy of bytes that are being written would be a race, which the driver reports."""
+    monkeypatch.setattr(stepping, "BATCH_BYTES", 4 * 4 * 128**2)
+    sim.slow_link(0.05)
+    managed = Deep(reentrant)
+    resident = copy.deepcopy(managed)
+    least = 5 * 4 * (128**2 + 128)
+    with attached(managed, "cpu", vram_budget=least) as manager:
+        assert len({layer.unit for layer in manager.layers}) == 10
+        models = managed, resident
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+        streamed(optimizers[0])
+        ahead = []
+        for number in range(5):
+            before = manager.state.engine.stats()
+            losses = []
+            for model, optimizer in zip(models, optimizers, strict=True):
+                torch.manual_seed(number)
+                loss = model(torch.randn(4, 128).requires_grad_()).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            assert_same(*losses)
+            after = manager.state.engine.stats()
+            assert after["evictions"] > before["evictions"]
+            ahead.append(after["prefetches"] - before["prefetches"])
+        assert ahead[-1] > 0, ahead
+        assert_alike(models, optimizers)
+
+
+class Deep(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant = reentrant
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(10))
+
+    def forward(self, x):
+        with torch.no_grad():  # what the next step needs first is stepped first
+            shift = x
+            for layer in self.layers[:-4:-1]:
+                shift = layer(shift).tanh()
+        x = x + shift
+        for layer in self.layers:
+            if self.reentrant is None:
+                x = layer(x).tanh()
+            else:
+                x = checkpoint(lambda x, f=layer: f(x).tanh(), x, use_reentrant=self.reentrant)
+        return x
