@@ -266,6 +266,9 @@ NOTES: dict[str, dict[str, str]] = {
             "What the error names needs all gradients at once, or twice. "
             "[All weights train](full-fine-tuning.md) says what goes with `during_backward=True`."
         ),
+        "accumulate was called while an optimizer steps in backward": (
+            "Nothing was computed yet. A weight is stepped once for each backward."
+        ),
         "the latest backward was broken off before anything was stepped": (
             "Nothing has changed, and nothing is there to step: call backward again."
         ),

@@ -41,11 +41,7 @@ DEPTHS_AND_FLAGS = (
 # Of float32, by library and operator.
 PRECISIONS = (
     ("generic", "all"),
-    *(
-        (library, kind)
-        for library in ("cuda", "mkldnn")
-        for kind in ("all", "matmul", "conv", "rnn")
-    ),
+    *((library, kind) for library in ("cuda", "mkldnn") for kind in ("all", "matmul", "conv", "rnn")),
 )
 
 OWN_SETTINGS = ("ORACLE_OFFLOAD_", "GPU_CHECK_")  # what variables of the environment begin with

@@ -14,7 +14,7 @@ from test_stepping import OPTIMIZERS, Net, assert_alike, backward, build, cloned
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import DriverError, OffloadError
+from oracle_offload import DriverError, OffloadError, accumulate
 from oracle_offload import manager as manager_of
 from oracle_offload.engine import simulator
 from oracle_offload.train import in_backward, stepping, stream_optimizer
@@ -349,6 +349,20 @@ def test_clipping_is_refused_by_name(device, clip):
         del optimizer
         gc.collect()
         clip(list(managed.parameters()))  # nobody steps them any more
+
+
+def test_micro_batches_that_are_summed_are_refused_before_they_are_computed(device):
+    managed, _, make = build(device, OPTIMIZERS["sgd"])
+    batches = [torch.ones(2, 32).to(device)] * 2
+    with attached(managed, device):
+        optimizer = streamed(make(managed.parameters()))
+        before = cloned(managed.state_dict())
+        with pytest.raises(OffloadError, match="accumulate was called while an optimizer steps in"):
+            accumulate(lambda batch: managed(batch).sum(), batches)
+        assert_same(managed.state_dict(), before)
+        accumulate(lambda batch: managed(batch).sum(), batches[:1])
+        assert managed.first.weight.grad is None
+        optimizer.step()
 
 
 def test_it_is_streamed_one_way_or_the_other(device):

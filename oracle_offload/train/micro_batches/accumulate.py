@@ -89,7 +89,8 @@ def accumulate(
         A parameter has a gradient already; a step neither returns a loss nor calls ``backward``, or
         calls it twice; or the gradients could not have the loop's bits: batch norm that trains, a
         buffer that a forward writes, an attribute or a global that steps leave different, a
-        parameter that one micro-batch uses several times, random numbers drawn in backward.
+        parameter that one micro-batch uses several times, random numbers drawn in backward; or an
+        optimizer steps in backward (`stream_optimizer`).
         Whatever raises, `.grad` is None as before.
     ImportError
         greenlet is not installed: ``pip install greenlet``.
@@ -116,6 +117,12 @@ def accumulate(
             "a step of training begins."
         )
     accumulation = _Accumulation(step, list(micro_batches), list(own))
+    if len(accumulation.micro_batches) > 1 and any(state.steppers for state in open_states()):
+        raise OffloadError(
+            "accumulate was called while an optimizer steps in backward, which would step after "
+            "the first micro-batch. Stream it without during_backward=True, or give the "
+            "micro-batches to the model as one batch."
+        )
     try:
         try:
             accumulation.install()
