@@ -41,7 +41,11 @@ DEPTHS_AND_FLAGS = (
 # Of float32, by library and operator.
 PRECISIONS = (
     ("generic", "all"),
-    *((library, kind) for library in ("cuda", "mkldnn") for kind in ("all", "matmul", "conv", "rnn")),
+    *(
+        (library, kind)
+        for library in ("cuda", "mkldnn")
+        for kind in ("all", "matmul", "conv", "rnn")
+    ),
 )
 
 OWN_SETTINGS = ("ORACLE_OFFLOAD_", "GPU_CHECK_")  # what variables of the environment begin with
@@ -72,8 +76,9 @@ def questions(torch: Any, simulated: bool) -> tuple[tuple[str, ...], tuple[Calla
     if top_hooks:
         found["hooks of saved tensors"] = functools.partial(top_hooks, False)
     precision = getattr(torch._C, "_get_fp32_precision_getter", None)  # torch 2.9
-    for library, kind in PRECISIONS if precision else ():
-        found[f"precision of {library} {kind}"] = functools.partial(precision, library, kind)
+    if precision is not None:
+        for library, kind in PRECISIONS:
+            found[f"precision of {library} {kind}"] = functools.partial(precision, library, kind)
     for place, names in ((torch, SWITCHES), (torch._C, DEPTHS_AND_FLAGS)):
         found |= {name: getattr(place, name) for name in names if hasattr(place, name)}
     return tuple(found), tuple(found.values())
