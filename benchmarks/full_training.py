@@ -252,7 +252,7 @@ class _Held:
     def __init__(self, gradients: Any, parameters: Sequence[Any]) -> None:
         attachment = types.SimpleNamespace(gradients=gradients)
         masters = types.SimpleNamespace(present=parameters)
-        self.layers = [types.SimpleNamespace(attachment=attachment, masters=masters)]
+        self.layers = [types.SimpleNamespace(unit=0, attachment=attachment, masters=masters)]
 
     def before_forward(self) -> None: ...
 
