@@ -87,6 +87,8 @@ def _runs_on(item: pytest.Item, device: str) -> bool:
 
     Elsewhere those do whose tensors and models lie where they are told to: what compares sides.
     """
+    if _device_of(item) not in (None, device):
+        return False
     of_clients = isinstance(item, pytest.Function) and item.path.parent.name == "clients"
     if device == "cuda" or (device != "cpu" and of_clients and hasattr(item.module, "compare")):
         return of_clients or _device_of(item) == device

@@ -145,3 +145,19 @@ def test_a_whole_model_has_the_residents_bits(name, what, how):
                 assert_models_agree(managed, resident, step, steps=1)
         assert_nothing_is_held(managed)
         assert_all_is_managed(manager)
+
+
+@pytest.mark.parametrize("device", ["simgpu"])  # make device-type
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_whole_model_has_the_residents_bits_where_the_host_is_no_device(name, device):
+    """Masks, positions and routes, which models make themselves, lie where they compute."""
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    managed, resident = resident_pair(family.make())
+    for model in (managed, resident):
+        adapt(model, family, "lora")
+    with attached(managed, device) as manager:
+        assert_all_is_managed(manager)
+        with torch.device(device):
+            assert_models_agree(managed, resident, step_of(family, "plain"), steps=1, device=device)
+        assert_nothing_is_held(managed)
