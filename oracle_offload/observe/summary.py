@@ -170,7 +170,9 @@ class DeviceUsage:
     how fast the engine's copy threads fed them, by the host's clock, also on the simulated device.
     These run on `numa_node`, the one nearest to the device, where the system names it.
     `lock_refusals` counts how often the driver gave no page-locked memory. `left_bytes` of
-    activations have left for the host, and `returned_bytes` of them came back.
+    activations have left for the host, and `returned_bytes` of them came back. `brought_bytes` came
+    to be added to, or stepped: sums of gradients, and what `stream_optimizer` brings. What of those
+    goes home is in ``d2h_bytes``, beside the gradients.
     """
 
     device: str
@@ -195,6 +197,8 @@ class DeviceUsage:
     left_copies: int = 0
     returned_bytes: int = 0
     returned_copies: int = 0
+    brought_bytes: int = 0
+    brought_copies: int = 0
     models: list[ModelUsage] = field(default_factory=list)
     phases: list[PhaseUsage] = field(default_factory=list)
     verdict: Verdict | None = None
@@ -458,6 +462,8 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
         left_copies=stats["left_copies"],
         returned_bytes=stats["returned_bytes"],
         returned_copies=stats["returned_copies"],
+        brought_bytes=stats["brought_bytes"],
+        brought_copies=stats["brought_copies"],
         models=[_model_usage(state, attachment, waits) for attachment in attachments],
         phases=[
             _phase_usage(name, grown, _stalled(waited[name], layers))
@@ -633,6 +639,9 @@ def _device_rows(device: DeviceUsage, abbreviated: bool) -> list[tuple[str, str]
         left = _traffic(device.left_bytes, device.left_copies, None)
         back = _traffic(device.returned_bytes, device.returned_copies, None)
         rows += [("activations that left", left), ("  and came back", back)]
+    if device.brought_copies:
+        brought = _traffic(device.brought_bytes, device.brought_copies, None)
+        rows.append(("gradients and states brought", brought))
     if not abbreviated:
         rows += [
             (

@@ -17,6 +17,7 @@ from oracle_offload.engine import devices, simulator
 from oracle_offload.host.memory import read_meminfo
 from oracle_offload.observe import summary
 from oracle_offload.observe.verdict import Load
+from oracle_offload.train import stream_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -279,7 +280,7 @@ def test_what_is_no_device_is_said_and_not_raised():
         assert report.devices == [] and report.notes[0].startswith("the device could not be read: ")
     with attached(Net(), "cpu"):
         assert oracle_offload.memory_summary("nonsense").devices == []
-        assert len(oracle_offload.memory_summary("cpu").devices) == 1
+        assert len(oracle_offload.memory_summary().devices) == 1
 
 
 def test_what_an_optimizer_holds_is_left_out_where_it_does_not_tell():
@@ -408,3 +409,29 @@ def test_names_of_strangers_steer_no_terminal_and_turn_no_line(device):
         report = oracle_offload.memory_summary(model=block)
         shown = f"{manager!r}{report!r}{report}{report.to_html()}"
     assert "ab c" in shown and not {"\x1b", "\u202e"} & set(shown)
+
+
+def test_what_a_streamed_step_brings_and_sends_home_has_rows(tmp_path):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    with oracle_offload.attach(model, "cpu") as manager:
+        optimizer = stream_optimizer(torch.optim.AdamW(model.parameters()))
+        with oracle_offload.record(tmp_path / "run.jsonl"):
+            for _ in range(3):
+                model(torch.randn(2, 64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        (device,) = oracle_offload.memory_summary().devices
+        stats = manager.state.engine.stats()
+        assert (device.brought_bytes, device.brought_copies) == (
+            stats["brought_bytes"],
+            stats["brought_copies"],
+        )
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        assert device.brought_bytes == 3 * 2 * weights + 2 * 2 * weights
+        rows = str(oracle_offload.memory_summary()).splitlines()
+        (row,) = (row for row in rows if "gradients and states brought" in row)
+        assert f"| {device.brought_bytes / 1024:.2f} KiB in {device.brought_copies}" in row
+    rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text("utf-8").splitlines()]
+    counted = [row["counters"] for row in rows if row.get("event") == "step"]
+    assert len(counted) == 3 and all(row["brought_bytes"] > 0 for row in counted)
+    assert all(row["d2h_bytes"] >= 3 * weights for row in counted), "gradients, and what is stepped"
