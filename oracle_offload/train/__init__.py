@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 _NAMES = {
     "ActivationOffload": "activations",
     "offload_activations": "activations",
-    "stream_optimizer": "stepping",
+    "stream_optimizer": "streaming",
 }
 
 __all__ = ["ActivationOffload", "offload_activations", "stream_optimizer"]
@@ -20,7 +20,7 @@ __all__ = ["ActivationOffload", "offload_activations", "stream_optimizer"]
 if TYPE_CHECKING:
     from .activations import ActivationOffload as ActivationOffload
     from .activations import offload_activations as offload_activations
-    from .stepping import stream_optimizer as stream_optimizer
+    from .streaming import stream_optimizer as stream_optimizer
 
 
 def __getattr__(name: str) -> object:

@@ -42,9 +42,9 @@ _TRIAL_SIDE = 8
 # sides of 128.
 _TRIAL_LONG_SIDE = 128
 _TRIAL_VECTOR = 4096
-_STEPPER = "_oracle_offload_stepper"
+STEPPER = "_oracle_offload_stepper"
 # Attributes that a part has of its own.
-_ELSEWHERE = frozenset({"state", "param_groups", _STEPPER})
+_ELSEWHERE = frozenset({"state", "param_groups", STEPPER})
 # What an attribute may point to without keeping a step's results there.
 _NOT_KEPT = (
     type,
@@ -59,95 +59,6 @@ _NOT_KEPT = (
     torch.dtype,
     torch.device,
 )
-
-
-def stream_optimizer(optimizer: Any, *, during_backward: bool = False) -> Any:
-    """Let an optimizer step managed weights on the device, with its states on the host.
-
-    ``optimizer.step()`` then brings Parameters, gradients and states to the device group by group
-    and sends Parameters and states home, both at once; hooks, closures, `GradScaler` and schedulers
-    see one step. Its ``state_dict`` is what it was, and loads in plain torch.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        That trains Parameters of an attached model; others among its Parameters are stepped where
-        they are.
-    during_backward : bool, optional
-        Step each managed Parameter as soon as its gradient is complete: gradients never leave the
-        device, ``.grad`` stays None, and ``step()`` steps the rest, once for each backward. What
-        needs all gradients at once, or twice, is refused: `GradScaler`, clipping, accumulation over
-        several backwards, ``retain_graph=True``.
-
-    Returns
-    -------
-    torch.optim.Optimizer
-        The same object.
-
-    Raises
-    ------
-    OffloadError
-        It trains no managed Parameter, or is of a class that steps otherwise when it gets its
-        Parameters one by one (LBFGS, SAM, Prodigy, schedule-free), or that draws random numbers;
-        its states are paged, or it was made with ``capturable=True`` or ``differentiable=True``.
-
-    Examples
-    --------
-    >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256))
-    >>> with oracle_offload.attach(model, "cpu"):
-    ...     optimizer = stream_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
-    ...     model(torch.randn(2, 256)).sum().backward()
-    ...     optimizer.step()
-
-    Without gradients that leave the device:
-
-    >>> with oracle_offload.attach(model, "cpu"):
-    ...     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    ...     optimizer = stream_optimizer(optimizer, during_backward=True)
-    ...     model(torch.randn(2, 256)).sum().backward()
-    ...     assert model[0].weight.grad is None
-    ...     optimizer.step()
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
-    at_home = homes()
-    state = _state_of(optimizer, at_home)
-    if state is None:
-        raise OffloadError(
-            f"{type(optimizer).__name__} trains no managed Parameter: attach the model first, and "
-            "give the optimizer its Parameters."
-        )
-    known = optimizer.__dict__.get(_STEPPER)
-    if known is not None:
-        if known.steps_in_backward != during_backward:
-            raise OffloadError(
-                f"{type(optimizer).__name__} is streamed already, with during_backward="
-                f"{known.steps_in_backward}. Make a new optimizer, and load its states."
-            )
-        return optimizer
-    _refuse_by_name(optimizer)
-    _try(optimizer, type(optimizer), state.device, at_home)
-    patched = optimizer.__dict__.pop("step", None)  # a scheduler's, which counts calls
-    if during_backward:
-        from .in_backward import InBackward
-
-        optimizer.__dict__[_STEPPER] = InBackward(state, optimizer)
-    else:
-        optimizer.__dict__[_STEPPER] = Stepper(state)
-    kind: Any = type(optimizer)
-    optimizer.__class__ = _streamed(kind)
-    if patched is not None:
-        optimizer.__dict__["step"] = types.MethodType(_counted_step, optimizer)
-    return optimizer
-
-
-def _counted_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Step, and let schedulers know: they patch a step so that exists before they do."""
-    optimizer._opt_called = True
-    return type(optimizer).step(optimizer, *args, **kwargs)
-
-
-_counted_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -171,7 +82,7 @@ def homes() -> dict[int, Home]:
     return found
 
 
-def _state_of(optimizer: Any, homes: dict[int, Home]) -> DeviceState | None:
+def state_of(optimizer: Any, homes: dict[int, Home]) -> DeviceState | None:
     """Return the device on which an optimizer's managed Parameters are used; None without any."""
     own = [id(p) for group in optimizer.param_groups for p in group["params"]]
     states = {id(homes[p].state): homes[p].state for p in own if p in homes}
@@ -183,33 +94,11 @@ def _state_of(optimizer: Any, homes: dict[int, Home]) -> DeviceState | None:
     return next(iter(states.values()), None)
 
 
-def _refuse_by_name(optimizer: Any) -> None:
-    name = type(optimizer).__name__
-    patched = optimizer.__dict__.get("step")
-    if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
-        raise OffloadError(
-            f"{name} cannot be streamed: somebody has put another step into this object. Stream "
-            "the optimizer first."
-        )
-    if getattr(optimizer, "is_paged", False):
-        raise OffloadError(
-            f"{name} cannot be streamed: its states are paged, so that the system moves them. Use "
-            "the class without 'Paged': its states will lie on the host all the same."
-        )
-    for group in optimizer.param_groups:
-        for option in ("capturable", "differentiable"):
-            if group.get(option):
-                raise OffloadError(
-                    f"{name}({option}=True) cannot be streamed: its Parameters and states do not "
-                    "stay on the device. Leave the option out."
-                )
-
-
 # ---- the class ----
 
 
 @functools.cache
-def _streamed(kind: Any) -> Any:
+def streamed(kind: Any) -> Any:
     """Return a class of optimizers that steps as `kind`, group by group."""
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -218,7 +107,7 @@ def _streamed(kind: Any) -> Any:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.__dict__[_STEPPER].step(self)
+        self.__dict__[STEPPER].step(self)
         return loss
 
     def load_state_dict(self: Any, state_dict: Any) -> None:
@@ -235,7 +124,7 @@ def _streamed(kind: Any) -> Any:
             return reduced
         made, arguments, *rest = reduced
         if rest and isinstance(rest[0], dict):  # of a class that keeps all of its attributes
-            ours = (_STEPPER, "step")
+            ours = (STEPPER, "step")
             rest[0] = {name: value for name, value in rest[0].items() if name not in ours}
         return made, tuple(kind if each is type(self) else each for each in arguments), *rest
 
@@ -315,7 +204,7 @@ def _part_of(optimizer: Any, kind: Any, groups: list[dict[str, Any]], state: Any
     """Return an optimizer that has everything of `optimizer` but its Parameters and states."""
     part = object.__new__(kind)
     part.__dict__.update(optimizer.__dict__)
-    part.__dict__.pop(_STEPPER, None)
+    part.__dict__.pop(STEPPER, None)
     part.param_groups, part.state = groups, state
     return part
 
@@ -333,7 +222,7 @@ def _groups_with(
 # ---- the trial ----
 
 
-def _try(optimizer: Any, kind: Any, device: torch.device, managed: Container[int]) -> None:
+def try_steps(optimizer: Any, kind: Any, device: torch.device, managed: Container[int]) -> None:
     """Refuse a class that steps Parameters otherwise together than one by one."""
     groups: list[list[Tensor]] = []
     generator = torch.Generator("cpu").manual_seed(0)
@@ -622,13 +511,13 @@ class Stepper:
         self.refuse_unfinished(optimizer)
         kind = type(optimizer).__mro__[1]
         self._homes = homes()
-        state = _state_of(optimizer, self._homes)
+        state = state_of(optimizer, self._homes)
         if state is None:  # the model was detached: it is as if nothing had been streamed
             _own_step(kind)(optimizer)
             return
         if state is not self.state:  # it was attached again
             if state.device != self.state.device:
-                _try(optimizer, kind, state.device, self._homes)
+                try_steps(optimizer, kind, state.device, self._homes)
             self._use(state)
         self._finish(optimizer, list(self._batches(optimizer)))
 

@@ -473,7 +473,7 @@ def test_a_fault_of_the_driver_is_never_silent(sim, call, small_batches):
 
 def check_end(ends, optimizers, models, before, raised):
     managed, _ = models
-    stepper = optimizers[0].__dict__[stepping._STEPPER]
+    stepper = optimizers[0].__dict__[stepping.STEPPER]
     if stepper.unfinished:
         assert raised
         with pytest.raises(OffloadError, match="it takes no further step"):

@@ -362,7 +362,7 @@ def test_a_copy_is_an_optimizer_that_is_not_streamed(sim, kind, how):
             optimizer.step()
         one, other = COPIES[how](ours), copy.deepcopy(theirs)
         assert type(one) is kind and type(ours) is not kind
-        assert stepping._STEPPER not in one.__dict__
+        assert stepping.STEPPER not in one.__dict__
         for optimizer in (one, other):
             for group in optimizer.param_groups:
                 for p in group["params"]:
@@ -424,7 +424,7 @@ def test_an_interrupt_at_one_line_in_many_steps_nothing_twice(device):
             finally:
                 sys.settrace(None)
             nth += 31 if device == "cpu" else 97
-            stepper = ours.__dict__[stepping._STEPPER]
+            stepper = ours.__dict__[stepping.STEPPER]
             now = {name: p.detach().cpu() for name, p in managed.named_parameters()}
             if stepper.unfinished:
                 with pytest.raises(OffloadError, match="it takes no further step"):
@@ -546,7 +546,7 @@ def test_what_cannot_be_streamed_is_refused_by_name(device):
             with pytest.raises(OffloadError, match=why):
                 stream_optimizer(optimizer)
             assert type(optimizer) is type(make(own))
-            assert stepping._STEPPER not in optimizer.__dict__
+            assert stepping.STEPPER not in optimizer.__dict__
         optimizer = torch.optim.SGD(own, lr=0.1)
         optimizer.is_paged = True
         with pytest.raises(OffloadError, match="its states are paged"):

@@ -1,0 +1,121 @@
+"""The call that lets an optimizer step weights of the host on the device."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ..errors import OffloadError
+from .in_backward import InBackward
+from .stepping import STEPPER, Stepper, homes, state_of, streamed, try_steps
+
+
+def stream_optimizer(optimizer: Any, *, during_backward: bool = False) -> Any:
+    """Let an optimizer step managed weights on the device, with its states on the host.
+
+    ``optimizer.step()`` then brings Parameters, gradients and states to the device group by group
+    and sends Parameters and states home, both at once; hooks, closures, `GradScaler` and schedulers
+    see one step. Its ``state_dict`` is what it was, and loads in plain torch.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        That trains Parameters of an attached model; others among its Parameters are stepped where
+        they are.
+    during_backward : bool, optional
+        Step each managed Parameter as soon as its gradient is complete: gradients never leave the
+        device, ``.grad`` stays None, and ``step()`` steps the rest, once for each backward. What
+        needs all gradients at once, or twice, is refused: `GradScaler`, clipping, accumulation over
+        several backwards, ``retain_graph=True``.
+
+    Returns
+    -------
+    torch.optim.Optimizer
+        The same object.
+
+    Raises
+    ------
+    OffloadError
+        It trains no managed Parameter, or is of a class that steps otherwise when it gets its
+        Parameters one by one (LBFGS, SAM, Prodigy, schedule-free), or that draws random numbers;
+        its states are paged, or it was made with ``capturable=True`` or ``differentiable=True``.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256))
+    >>> with oracle_offload.attach(model, "cpu"):
+    ...     optimizer = stream_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
+    ...     model(torch.randn(2, 256)).sum().backward()
+    ...     optimizer.step()
+
+    Without gradients that leave the device:
+
+    >>> with oracle_offload.attach(model, "cpu"):
+    ...     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ...     optimizer = stream_optimizer(optimizer, during_backward=True)
+    ...     model(torch.randn(2, 256)).sum().backward()
+    ...     assert model[0].weight.grad is None
+    ...     optimizer.step()
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
+    at_home = homes()
+    state = state_of(optimizer, at_home)
+    if state is None:
+        raise OffloadError(
+            f"{type(optimizer).__name__} trains no managed Parameter: attach the model first, and "
+            "give the optimizer its Parameters."
+        )
+    known = optimizer.__dict__.get(STEPPER)
+    if known is not None:
+        if known.steps_in_backward != during_backward:
+            raise OffloadError(
+                f"{type(optimizer).__name__} is streamed already, with during_backward="
+                f"{known.steps_in_backward}. Make a new optimizer, and load its states."
+            )
+        return optimizer
+    _refuse_by_name(optimizer)
+    try_steps(optimizer, type(optimizer), state.device, at_home)
+    patched = optimizer.__dict__.pop("step", None)  # a scheduler's, which counts calls
+    if during_backward:
+        optimizer.__dict__[STEPPER] = InBackward(state, optimizer)
+    else:
+        optimizer.__dict__[STEPPER] = Stepper(state)
+    kind: Any = type(optimizer)
+    optimizer.__class__ = streamed(kind)
+    if patched is not None:
+        optimizer.__dict__["step"] = types.MethodType(_counted_step, optimizer)
+    return optimizer
+
+
+def _counted_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Step, and let schedulers know: they patch a step so that exists before they do."""
+    optimizer._opt_called = True
+    return type(optimizer).step(optimizer, *args, **kwargs)
+
+
+_counted_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+def _refuse_by_name(optimizer: Any) -> None:
+    name = type(optimizer).__name__
+    patched = optimizer.__dict__.get("step")
+    if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
+        raise OffloadError(
+            f"{name} cannot be streamed: somebody has put another step into this object. Stream "
+            "the optimizer first."
+        )
+    if getattr(optimizer, "is_paged", False):
+        raise OffloadError(
+            f"{name} cannot be streamed: its states are paged, so that the system moves them. Use "
+            "the class without 'Paged': its states will lie on the host all the same."
+        )
+    for group in optimizer.param_groups:
+        for option in ("capturable", "differentiable"):
+            if group.get(option):
+                raise OffloadError(
+                    f"{name}({option}=True) cannot be streamed: its Parameters and states do not "
+                    "stay on the device. Leave the option out."
+                )
