@@ -36,6 +36,17 @@ def streamed(optimizer):
     return stream_optimizer(optimizer, during_backward=True)
 
 
+def after_one_step(models, kind, device):
+    """Return the optimizers of models after a step; the first has made it in backward."""
+    optimizers = [kind(model.parameters(), lr=0.1) for model in models]
+    streamed(optimizers[0])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        backward(model, 0, device)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizers
+
+
 def moved(manager):
     stats = manager.state.engine.stats()
     return {name: stats[name] for name in ("d2h_bytes", "brought_bytes", "host_waits")}
@@ -278,11 +289,7 @@ def test_a_use_after_the_step_is_refused_and_nothing_goes_on(device, monkeypatch
     resident = copy.deepcopy(managed).to(device)
     with attached(managed, device):
         models = managed, resident
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-        streamed(optimizers[0])
-        for model, optimizer in zip(models, optimizers, strict=True):
-            backward(model, 0, device)
-            optimizer.step()
+        optimizers = after_one_step(models, torch.optim.SGD, device)
         assert_alike(models, optimizers)
         managed.reentrant = True
         with pytest.raises(OffloadError, match="second reentrant checkpoint that uses it"):
@@ -412,12 +419,7 @@ def test_a_backward_that_raises_after_a_step_is_the_last(device, small_batches):
     with attached(managed, device) as manager:
         assert len(manager.layers) == 5
         models = managed, resident
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-        streamed(optimizers[0])
-        for model, optimizer in zip(models, optimizers, strict=True):
-            backward(model, 0, device)
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizers = after_one_step(models, torch.optim.SGD, device)
         managed.fails = True
         with pytest.raises(ZeroDivisionError):
             backward(managed, 1, device)
@@ -524,12 +526,7 @@ def test_an_interrupt_at_one_line_in_many_is_never_silent(device, small_batches)
         resident = copy.deepcopy(managed).to(device)
         with attached(managed, device):
             models = managed, resident
-            optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
-            streamed(optimizers[0])
-            for model, optimizer in zip(models, optimizers, strict=True):
-                backward(model, 0, device)
-                optimizer.step()
-                optimizer.zero_grad()
+            optimizers = after_one_step(models, torch.optim.AdamW, device)
             backward(resident, 1, device)
             before = cloned(managed.state_dict())
             raised = True
