@@ -576,6 +576,20 @@ def test_a_trained_layer_without_codes_takes_them_from_its_neighbours(device, ke
         assert not coded_layers(manager)
 
 
+def test_a_layer_that_is_stepped_before_a_forward_saw_it_train_is_known_by_its_unit(
+    device, monkeypatch
+):
+    monkeypatch.setattr(coder, "SMALLEST_BYTES", 1000)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).bfloat16().requires_grad_(False)
+    with lossless(model, device) as manager:
+        model(torch.randn(3, 64).bfloat16().to(device))
+        (before,) = {layer.unit for layer in manager.layers}
+        weight = model[0].weight.requires_grad_()
+        weight.grad = torch.ones_like(weight)
+        torch.optim.SGD([weight], lr=0.1).step()
+        assert manager.attachment.trained_units == {manager.layers[0].unit} != {before}
+
+
 def test_a_warning_says_once_that_weights_grew(caplog):
     model = build()
     with lossless(model):
