@@ -45,6 +45,12 @@ _TRANSFORMERS = "transformers.PreTrainedModel"
 
 NOTES: dict[str, dict[str, Note]] = {
     "torch: which graph and which transform is running": {
+        "torch._C._autograd._get_current_graph_task_keep_graph": Note(
+            "What steps in backward refuses a graph that is kept: it could be run through again."
+        ),
+        "torch.nn.utils.clip_grad._clip_grads_with_norm_": Note(
+            "Gradients of what was stepped in backward cannot be clipped: it is refused."
+        ),
         "torch._C._current_graph_task_id": Note(
             "A device thread of autograd has no other mark of the backward that it works for."
         ),
