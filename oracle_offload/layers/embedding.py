@@ -65,7 +65,7 @@ class EmbeddingLayer(WithInherited):
     def lend(self, kind: int, task: int, seconds: float, dtype: Cast, compute: Compute) -> Any:
         """Return ``compute`` of the table as it lies on the host, or, unlocked, in a slot."""
         state = self.state
-        if self.unit in state.rewritten:
+        if self.unit in state.rewritten:  # a copy of what is still coming home would be torn
             state.await_rewrite(self.unit)
         stream = state.stream()
         state.time.flush(stream)

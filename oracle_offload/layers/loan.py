@@ -87,7 +87,7 @@ class Borrower(Leaf):
             The arena has no room for the unit; it is a `torch.OutOfMemoryError`.
         """
         state = self.state
-        if self.unit in state.rewritten:
+        if self.unit in state.rewritten:  # a copy of what is still coming home would be torn
             state.await_rewrite(self.unit)
         stream = state.begin_use()
         stamp = version_of(self.masters.present)
