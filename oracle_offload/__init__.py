@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 # Public name -> the module that defines it. One line per name: this table is the public API.
 _PUBLIC = {
     "AdaptiveBatch": "train.survive.adaptive_batch",
+    "Budget": "model.budget",
     "BatchResult": "train.survive.batch_size",
     "Checkpoint": "train.survive.checkpoint",
     "Cleanup": "train.survive.memory",
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from .host.build_record import build_info as build_info
     from .manager import MemoryManager as MemoryManager
     from .manager import attach as attach
+    from .model.budget import Budget as Budget
     from .observe.meter import Meter as Meter
     from .observe.metrics import MetricsFile as MetricsFile
     from .observe.metrics import MetricsRun as MetricsRun

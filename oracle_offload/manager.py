@@ -7,19 +7,18 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
-from . import _core
 from .compress.choice import (
     Expected,
     HostRoom,
     ask_by_pace,
-    check,
     choose,
     codable,
     coder_for,
@@ -30,10 +29,9 @@ from .compress.steps import Pace, StepRecord, key_of
 from .disk.quantising import Quantize
 from .engine.devices import parse_device
 from .engine.engines import DeviceState, open_state, opened
-from .engine.geometry import aligned, stored_bytes, unit_bytes
+from .engine.geometry import stored_bytes, unit_bytes
 from .engine.optimizer_states import note_moved
 from .errors import OffloadError
-from .host import memory
 from .host.sizes import format_size, parse_size
 from .host.terminal import printable
 from .layers.any import find_wrappers, wrap
@@ -44,7 +42,7 @@ from .layers.loan import Borrower
 from .model import admission, answers, masters, other_libraries, selection
 from .model.answers import Answers
 from .model.attachment import Attachment, close_leftovers
-from .model.budget import Budget
+from .model.budget import AUTO, Budget, Weights, budget_of, place
 from .model.foreign_hooks import refuse_weight_movers
 from .model.kept import Kept, Unit
 from .model.loading import Loading
@@ -56,7 +54,7 @@ from .model.residents import (
     resident_bytes,
     unmanaged_parameters,
 )
-from .model.selection import Chosen, group_units, least_bytes, place_bytes
+from .model.selection import group_units, least_bytes, place_bytes
 from .model.sharing import Share, together
 from .model.structure import Structure
 from .observe import heartbeat
@@ -231,6 +229,61 @@ class MemoryManager:
         finally:
             self._forget_copies()
 
+    @property
+    def budget(self) -> Budget:
+        """What the weights may take, as `attach` or `set_budget` was told last."""
+        return self.attachment.budget
+
+    def set_budget(
+        self,
+        budget: Budget | None = None,
+        *,
+        offload_percent: float | None = None,
+        vram_budget: int | float | str | None = None,
+    ) -> AbstractContextManager[None]:
+        """Give the weights another part of the device, from now on or for a ``with`` block.
+
+        Sampling may use the room that training needs for activations: ``with
+        manager.set_budget(vram_budget="20GiB"): sample()``. All copies on the device are made
+        again. What is on the host, and how, is decided at `attach`.
+
+        Parameters
+        ----------
+        budget : Budget, optional
+            Whose ``ram_budget``, ``lock`` and ``compress`` are those of `attach`.
+        offload_percent, vram_budget : optional
+            The two fields of it that can change, as of `attach`.
+
+        Raises
+        ------
+        ValueError
+            A budget that makes no sense, or would change what is on the host.
+        OffloadError
+            It is too small for the largest units, or a call computes with the model now; nothing
+            has changed.
+        torch.OutOfMemoryError
+            The device has no room for it; nothing has changed.
+        """
+        self.state.check_process()
+        before = self.attachment.budget
+        if budget is None:
+            if offload_percent is None and vram_budget is None:
+                raise ValueError(
+                    "set_budget() needs a budget=, an offload_percent= or vram_budget="
+                )
+            budget = replace(before, offload_percent=offload_percent, vram_budget=vram_budget)
+        else:
+            share = 1.0 if offload_percent is None else offload_percent
+            budget = budget_of(budget, offload_percent=share, vram_budget=vram_budget)
+        for name in ("ram_budget", "lock", "compress"):
+            asked, was = getattr(budget, name), getattr(before, name)
+            if asked != was:
+                raise ValueError(
+                    f"{name}={asked!r}: the model was attached with {was!r}, which set_budget does "
+                    "not change; detach it, and attach it anew."
+                )
+        return self.attachment.set_budget(budget)
+
     def on_device(self) -> AbstractContextManager[None]:
         """Let weights answer as they do inside the model's forward, for a ``with`` block.
 
@@ -328,6 +381,7 @@ def attach(
     module: nn.Module,
     device: Any = "cuda",
     *,
+    budget: Budget | None = None,
     offload_percent: float = 1.0,
     vram_budget: int | float | str | None = None,
     ram_budget: int | float | str | None = None,
@@ -352,6 +406,9 @@ def attach(
     device : torch.device or str
         Where it computes: ``"cuda"`` (the default), ``"cuda:1"``, or ``"cpu"`` for the simulated
         device.
+    budget : Budget, optional
+        What weights may take of device and host, as one object; or each of its five fields, which
+        come next, as an argument.
     offload_percent : float
         Share in [0, 1] of the managed bytes that has no room on the device. The arena holds the
         rest and a floor of two of the largest units (later: one checkpointed block).
@@ -415,50 +472,21 @@ def attach(
     """
     # What is wrong on one rank is an error on all: none waits for one that does not come.
     with together(share) as shared:
-        if not isinstance(module, nn.Module):
-            raise ValueError(f"attach() takes an nn.Module, not {_described(module)}")
-        if isinstance(offload_percent, bool) or not isinstance(offload_percent, int | float):
-            raise ValueError(f"offload_percent={offload_percent!r} is not a number in [0, 1]")
-        if not 0.0 <= offload_percent <= 1.0:
-            hint = f"; did you mean {offload_percent / 100}?" if 1 < offload_percent <= 100 else ""
-            raise ValueError(f"offload_percent={offload_percent!r} is outside [0, 1]{hint}")
-        if module.__dict__.get(ATTRIBUTE) is not None:
-            raise OffloadError(
-                f"{type(module).__name__} is attached already; detach it first "
-                "(MemoryManager.detach)."
-            )
-        where = parse_device(device)
-        if vram_budget is not None and offload_percent != 1.0:
-            logger.warning(
-                "vram_budget=%r says what weights may take on %s; offload_percent=%r is passed "
-                "over.",
-                vram_budget,
-                where,
-                offload_percent,
-            )
-        refuse_weight_movers(module)
-        admission.leave_inference_mode(module)
-        lock_limit = _lock_limit(lock)
-        check(compress)
-        order = None if order_file is None else OrderFile(order_file)
-        if quantize is not None and weights is None:
-            raise ValueError(
-                "quantize= is for weights that are read; quantise what is there already"
-            )
-        manager = _attach(
-            module,
-            where,
-            offload_percent,
-            vram_budget,
-            ram_budget,
-            lock_limit,
-            ignore_modules,
-            order,
-            weights,
-            quantize,
-            compress,
-            shared,
+        wanted = budget_of(
+            budget,
+            offload_percent=offload_percent,
+            vram_budget=vram_budget,
+            ram_budget=ram_budget,
+            lock=lock,
+            compress=compress,
         )
+        where = _check(module, device, wanted, reads=weights is not None, quantizes=quantize)
+        order = None if order_file is None else OrderFile(order_file)
+        reading = None if weights is None else Loading(module, weights, quantize)
+        with reading or contextlib.nullcontext() as loading:
+            placed = _place(module, wanted, ignore_modules, loading, shared)
+            manager = _build(module, where, placed)
+        _watch(manager, placed, order)
         if shared is not None:
             try:
                 shared.ranks.exchange("attached")
@@ -468,98 +496,144 @@ def attach(
     return manager
 
 
-def _attach(
+def _check(
+    module: nn.Module, device: Any, budget: Budget, *, reads: bool, quantizes: Any
+) -> torch.device:
+    """Return the device; refuse what cannot be attached, before anything is done."""
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"attach() takes an nn.Module, not {_described(module)}")
+    if module.__dict__.get(ATTRIBUTE) is not None:
+        raise OffloadError(
+            f"{type(module).__name__} is attached already; detach it first (MemoryManager.detach)."
+        )
+    where = parse_device(device)
+    if budget.vram_budget is not None and budget.offloaded_share != 1.0:
+        logger.warning(
+            "vram_budget=%r says what weights may take on %s; offload_percent=%r is passed over.",
+            budget.vram_budget,
+            where,
+            budget.offload_percent,
+        )
+    refuse_weight_movers(module)
+    admission.leave_inference_mode(module)
+    if quantizes is not None and not reads:
+        raise ValueError("quantize= is for weights that are read; quantise what is there already")
+    return where
+
+
+# ---- place: which units there are, and what of them is where ----
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Where the weights of a model are to be, before any of them moves.
+
+    Attributes
+    ----------
+    budget : Budget
+        As all ranks take it.
+    reasons : dict of str to str
+        Why a layer or a parameter is resident, by name.
+    units, kept : list, Kept
+        What streams, and what is on the device for good.
+    sizes : list of int
+        Bytes of each unit in the arena.
+    floor : int
+        The least bytes of an arena.
+    host_room : HostRoom
+        What the host has for them, compressed or not.
+    expected : Expected
+        How small compressed weights get.
+    home : torch.device
+        Where the weights are now.
+    loading, shared : Loading, Share or None
+        The files that they come from; the ranks that have them together.
+    """
+
+    budget: Budget
+    reasons: dict[str, str]
+    units: list[Unit]
+    kept: Kept
+    sizes: list[int]
+    floor: int
+    host_room: HostRoom
+    expected: Expected
+    home: torch.device
+    loading: Loading | None
+    shared: Share | None
+
+    def weights(self, staging: int) -> Weights:
+        """Return what `place` needs to know."""
+        return Weights(sum(self.sizes), self.floor, self.kept.bytes, staging)
+
+
+def _place(
     module: nn.Module,
-    where: torch.device,
-    offload_percent: float,
-    vram_budget: int | float | str | None,
-    ram_budget: int | float | str | None,
-    lock_limit: float,
+    budget: Budget,
     ignore_modules: Iterable[Any],
-    order: OrderFile | None,
-    weights: str | os.PathLike[str] | None,
-    quantize: Quantize | None,
-    compress: str | None,
+    loading: Loading | None,
     shared: Share | None,
-) -> MemoryManager:
-    """`attach`, of arguments that make sense."""
-    reading = None if weights is None else Loading(module, weights, quantize)
-    with reading or contextlib.nullcontext() as loading:
-        chosen = selection.select(module, ignore_modules)
-        expected = Expected(loading)
-        every = group_units(chosen.leaves)
-        if shared is not None:
-            ram_budget = shared.same_limit(every, ram_budget)
-        units, kept, host_room = part(every, ram_budget, offload_percent, compress, expected)
-        all_locked = lock_limit == float("inf")
-        sizes = [place_bytes(unit, all_locked) for unit in units]
-        floor = least_bytes(units, all_locked)
-        home = _home_of(units)
-        close_leftovers(open_state(where))
-        with opened(where) as state:
-            reasons = {**chosen.parameters, **chosen.resident, **kept.reasons()}
-            attachment = Attachment(module, state, lock_limit, reasons, kept.bytes)
-            moved: list[masters.Moved] = []
-            try:
-                attachment.arena.floor_bytes = floor
-                attachment.arena.most_bytes = sum(sizes) + floor
-                attachment.arena.may_grow = vram_budget in (None, "auto")
-                structure = Structure(module, attachment)
-                manager = MemoryManager(structure)
-                coded = codable(units) if compress else []
-                capacity_beside = functools.partial(
-                    _capacity, state, units, sizes, floor, offload_percent, vram_budget, kept
-                )
-                if compress == "auto":
-                    room = (
-                        int(0.9 * state.free_bytes()) - kept.bytes
-                        if vram_budget == "auto"
-                        else capacity_beside(0)
-                    )
-                    coded = _least_coded(attachment, units, sizes, room, host_room.short, expected)
-                if coded and not _can_decode(attachment, compress, host_room):
-                    coded = []
-                if shared is not None:
-                    coded = shared.agree(units, coded, loading)
-                staging = staging_bytes(coded)
-                if vram_budget != "auto":  # what cannot be is refused before anything moves
-                    capacity_beside(staging)
-                managed = sum(
-                    unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units
-                )
-                attachment.pieces.budget.reserve_rings(managed)
-                coder = coder_for(coded, ram_budget, host_room)
-                attachment.pieces.share_with(shared)
-                admission.build_masters(attachment.pieces, units, moved, loading, coder, shared)
-                attachment.pieces.budget.leave_headroom(attachment.pieces.in_order())
-                if shared is not None:
-                    shared.seal(attachment.pieces.in_order())
-                if moved:  # the arena takes the place that the weights have left
-                    state.kind.release_cached()
-                staging = staging if attachment.pieces.coded else 0
-                capacity = capacity_beside(staging)
-                if vram_budget == "auto":
-                    capacity = floor  # the steps tell how much more there is
-                    counted = state.kind.counted()
-                    attachment.budget = Budget(0 if counted is None else counted.failures)
-                attachment.arena.lend(capacity)
-                if attachment.pieces.coded:
-                    attachment.arena.lend_staging(staging)
-                layers = admission.add_units(structure, units)
-                if loading is not None:
-                    loading.read_rest(state.kind, where)
-                kept.move_to(where)
-                if loading is not None:
-                    logger.info("%s: read %s", attachment.name, loading.done())
-            except BaseException as error:
-                if shared is not None:  # before its connections end: the others are to hear why
-                    shared.ranks.fail_with(error)
-                attachment.close_quietly()
-                masters.move_back(moved, state.kind.set_data)
-                if loading is None:  # else they have no values again
-                    attachment.own_weights()
-                raise
-    manager.home = home
+) -> _Placed:
+    """Part the weights into units that stream and those that stay; nothing is moved."""
+    chosen = selection.select(module, ignore_modules)
+    expected = Expected(loading)
+    every = group_units(chosen.leaves)
+    if shared is not None:
+        budget = shared.same_limit(every, budget)
+    units, kept, host_room = part(every, budget, expected)
+    all_locked = budget.most_locked_bytes() == float("inf")
+    return _Placed(
+        budget,
+        {**chosen.parameters, **chosen.resident, **kept.reasons()},
+        units,
+        kept,
+        [place_bytes(unit, all_locked) for unit in units],
+        least_bytes(units, all_locked),
+        host_room,
+        expected,
+        _home_of(units),
+        loading,
+        shared,
+    )
+
+
+# ---- build: masters, arena, units; all of it or nothing ----
+
+
+def _build(module: nn.Module, where: torch.device, placed: _Placed) -> MemoryManager:
+    """Move the weights into masters and lend an arena; what fails leaves the model as it was."""
+    loading, shared = placed.loading, placed.shared
+    close_leftovers(open_state(where))
+    with opened(where) as state:
+        locked = placed.budget.most_locked_bytes()
+        attachment = Attachment(module, state, locked, placed.reasons, placed.kept.bytes)
+        moved: list[masters.Moved] = []
+        try:
+            structure = Structure(module, attachment)
+            coded = _coded(attachment, placed)
+            staging = staging_bytes(coded)
+            if placed.budget.vram_budget != AUTO:  # what cannot be is refused before anything moves
+                _capacity(state, placed, staging)
+            _fill_masters(attachment, placed, coded, moved)
+            if moved:  # the arena takes the place that the weights have left
+                state.kind.release_cached()
+            _lend(attachment, placed, staging if attachment.pieces.coded else 0)
+            layers = admission.add_units(structure, placed.units)
+            if loading is not None:
+                loading.read_rest(state.kind, where)
+            placed.kept.move_to(where)
+            if loading is not None:
+                logger.info("%s: read %s", attachment.name, loading.done())
+        except BaseException as error:
+            if shared is not None:  # before its connections end: the others are to hear why
+                shared.ranks.fail_with(error)
+            attachment.close_quietly()
+            masters.move_back(moved, state.kind.set_data)
+            if loading is None:  # else they have no values again
+                attachment.own_weights()
+            raise
+    manager = MemoryManager(structure)
+    manager.home = placed.home
     manager.answers = Answers(module, where)  # below the classes of managed modules
     admission.take_over_calls(layers)
     for outer, inner in list(find_wrappers(module)):
@@ -572,20 +646,73 @@ def _attach(
         if shared is not None:
             shared.ranks.fail_with(error)
         manager._end()
-        if manager._bring_to(home, module):
+        if manager._bring_to(placed.home, module):
             masters.move_back(moved, state.kind.set_data)
         raise
+    return manager
+
+
+def _coded(attachment: Attachment, placed: _Placed) -> list[Tensor]:
+    """Return the tensors that become coded masters, the same on all ranks."""
+    budget, state = placed.budget, attachment.state
+    coded = codable(placed.units) if budget.compress else []
+    if budget.compress == AUTO:
+        room = (
+            int(0.9 * state.free_bytes()) - placed.kept.bytes
+            if budget.vram_budget == AUTO
+            else _capacity(state, placed, 0)
+        )
+        coded = _least_coded(attachment, placed, room)
+    if coded and not _can_decode(attachment, placed):
+        coded = []
+    if placed.shared is not None:
+        coded = placed.shared.agree(placed.units, coded, placed.loading)
+    return coded
+
+
+def _fill_masters(
+    attachment: Attachment, placed: _Placed, coded: list[Tensor], moved: list[masters.Moved]
+) -> None:
+    pieces, shared = attachment.pieces, placed.shared
+    managed = sum(unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in placed.units)
+    pieces.budget.reserve_rings(managed)
+    coder = coder_for(coded, placed.budget.ram_budget, placed.host_room)
+    pieces.share_with(shared)
+    admission.build_masters(pieces, placed.units, moved, placed.loading, coder, shared)
+    pieces.budget.leave_headroom(pieces.in_order())
+    if shared is not None:
+        shared.seal(pieces.in_order())
+
+
+def _lend(attachment: Attachment, placed: _Placed, staging: int) -> None:
+    """Lend the arena, and what coded weights pass through."""
+    arena = attachment.arena
+    attachment.weights = weights = placed.weights(staging)
+    arena.floor_bytes = weights.floor
+    arena.most_bytes = weights.streamed + weights.floor
+    attachment.take_budget(placed.budget)
+    capacity = _capacity(attachment.state, placed, staging)
+    # Of "auto" the steps tell how much more there is.
+    arena.lend(weights.floor if placed.budget.vram_budget == AUTO else capacity)
+    if attachment.pieces.coded:
+        arena.lend_staging(staging)
+
+
+# ---- watch: what follows the model while it is attached ----
+
+
+def _watch(manager: MemoryManager, placed: _Placed, order: OrderFile | None) -> None:
+    module, attachment = manager.module, manager.attachment
     note_moved(module.parameters())
     other_libraries.bring_together()
-    structure.watch()
-    logger.info("attached %r; %d layers stay resident", manager, len(chosen.resident))
+    manager.structure.watch()
+    logger.info("attached %r; %d parameters stay resident", manager, len(manager.resident))
     _warn_of_unknown_formats(module, attachment.name)
-    _warn_of_residents(manager, kept)
+    _warn_of_residents(manager, placed.kept)
     if order is not None:
         attachment.order = order
         order.tell(attachment)
     heartbeat.start()
-    return manager
 
 
 def _home_of(units: Iterable[Unit]) -> torch.device:
@@ -630,7 +757,7 @@ def _warn_of_residents(manager: MemoryManager, kept: Kept) -> None:
     )
 
 
-def _can_decode(attachment: Attachment, compress: str | None, host_room: HostRoom) -> bool:
+def _can_decode(attachment: Attachment, placed: _Placed) -> bool:
     """Whether the device can decode: asked before anything is coded, which takes long.
 
     Raises
@@ -641,7 +768,7 @@ def _can_decode(attachment: Attachment, compress: str | None, host_room: HostRoo
     try:
         attachment.arena.check_staging()
     except OffloadError as error:
-        if compress != "auto" or host_room.short:
+        if placed.budget.compress != AUTO or placed.host_room.short:
             raise
         attachment.compressed_because = f"the device cannot decode: {error}"
         logger.warning("%s: compress='auto': %s", attachment.name, attachment.compressed_because)
@@ -649,25 +776,16 @@ def _can_decode(attachment: Attachment, compress: str | None, host_room: HostRoo
     return True
 
 
-def _least_coded(
-    attachment: Attachment,
-    units: list[Unit],
-    sizes: list[int],
-    room: int,
-    short: float,
-    expected: Expected,
-) -> list[Tensor]:
-    """Return what ``compress="auto"`` codes, by what steps take; say why.
-
-    `room` is the arena's; see `choose` for the others.
-    """
+def _least_coded(attachment: Attachment, placed: _Placed, room: int) -> list[Tensor]:
+    """Return what ``compress="auto"`` codes, by what steps take; say why. `room` is the arena's."""
+    units, sizes = placed.units, placed.sizes
     attachment.steps = steps = StepRecord(key_of(units, attachment.state))
     device = attachment.state.kind.model
     pace, known_by = steps.recall(device), "as planned from those before"
     if pace is None and device is not None and room < sum(sizes):
         pace, known_by = _estimated(attachment, units, device)
     ask = None if pace is None else functools.partial(ask_by_pace, capacity=room, pace=pace)
-    choice = choose(units, sizes, room, short, ask, expected, known_by)
+    choice = choose(units, sizes, room, placed.host_room.short, ask, placed.expected, known_by)
     attachment.compressed_because = choice.why
     logger.info("%s: compress='auto': %s", attachment.name, choice.why)
     return choice.tensors
@@ -686,70 +804,52 @@ def _estimated(
     return (None, "") if found is None else (found[0], f"as estimated of {found[1]}")
 
 
-def _capacity(
-    state: DeviceState,
-    units: Sequence[Sequence[Chosen]],
-    sizes: Sequence[int],
-    floor: int,
-    offload_percent: float,
-    vram_budget: int | float | str | None,
-    kept: Kept,
-    staging: int,
-) -> int:
-    """Return the size of the arena: what the weights may take on the device.
+def _capacity(state: DeviceState, placed: _Placed, staging: int) -> int:
+    """Return the size of the arena.
 
-    Less those kept there for good, and less what coded weights pass through.
+    Raises
+    ------
+    OffloadError
+        The budget is too small for one.
     """
-    managed = sum(sizes)
-    if vram_budget is None:
-        weights = aligned(int((1.0 - offload_percent) * (managed + kept.bytes)))
-        return max(weights - kept.bytes, 0) + floor
-    if vram_budget == "auto":
+    kept = placed.kept
+    left = 0
+    if placed.budget.vram_budget == AUTO:
         # The simulated driver does not know of torch's tensors, wherever they lie.
         to_come = kept.bytes if state.simulated else kept.bytes_to_come(state.device)
-        given = budget = int(0.9 * max(0, state.free_bytes() - to_come - staging))
-    else:
-        _, total = state.engine.mem_info()
-        given = parse_size(vram_budget, total=total, name="vram_budget")
-        budget = max(0, given - kept.bytes - staging)
-    # More than the planner can ever use would be memory lost to everything else.
-    budget = min(budget, managed + floor)
-    budget = budget // _core.ALIGNMENT * _core.ALIGNMENT
-    if budget < floor:
-        large = [unit for unit, size in zip(units, sizes, strict=True) if 2 * size > budget]
-        names = [leaf.name for unit in large for leaf in unit]
-        what = "two of the largest units"
-        if floor > 2 * max(sizes):
-            what += ", and what stays lent around them,"
-        needed = floor
-        if kept.bytes and vram_budget != "auto":
-            what += " and what ram_budget keeps on the device"
-            needed += kept.bytes
-        if staging and vram_budget != "auto":
-            what += " and what compressed weights pass through"
-            needed += staging
-        raise OffloadError(
-            f"vram_budget={vram_budget!r} is {format_size(given)}, but {what} "
-            f"need {format_size(needed)}; raise the budget to that"
-            + (
-                f", or leave resident what is too large for it, with ignore_modules: "
-                f"{selection.listed(names)}."
-                if 0 < len(large) < len(units)
-                else "."
-            )
-        )
-    return budget
+        left = int(0.9 * max(0, state.free_bytes() - to_come - staging))
+    _, total = state.engine.mem_info()
+    found = place(placed.budget, placed.weights(staging), total, left)
+    if found < placed.floor:
+        _refuse_budget(placed, staging, total, left)
+    return found
 
 
-def _lock_limit(lock: int | float | str) -> float:
-    if lock == "never":
-        return 0.0
-    if lock == "auto":
-        return float("inf")
-    try:
-        return parse_size(lock, total=memory.total_bytes(), name="lock")
-    except ValueError as error:
-        raise ValueError(f"lock={lock!r} is neither 'auto' nor 'never', nor a size") from error
+def _refuse_budget(placed: _Placed, staging: int, total: int, left: int) -> NoReturn:
+    budget, kept, sizes, floor = placed.budget.vram_budget, placed.kept, placed.sizes, placed.floor
+    is_auto = budget is None or budget == AUTO
+    given = left
+    if budget is not None and budget != AUTO:
+        given = parse_size(budget, total=total, name="vram_budget")
+    room = given if is_auto else max(0, given - kept.bytes - staging)
+    large = [unit for unit, size in zip(placed.units, sizes, strict=True) if 2 * size > room]
+    what, needed = "two of the largest units", floor
+    if floor > 2 * max(sizes):
+        what += ", and what stays lent around them,"
+    if kept.bytes and not is_auto:
+        what += " and what ram_budget keeps on the device"
+        needed += kept.bytes
+    if staging and not is_auto:
+        what += " and what compressed weights pass through"
+        needed += staging
+    names = selection.listed([leaf.name for unit in large for leaf in unit])
+    remedy = "."
+    if 0 < len(large) < len(sizes):
+        remedy = f", or leave resident what is too large for it, with ignore_modules: {names}."
+    raise OffloadError(
+        f"vram_budget={budget!r} is {format_size(given)}, but {what} need {format_size(needed)}; "
+        f"raise the budget to that{remedy}"
+    )
 
 
 def manager_of(module: nn.Module) -> MemoryManager | None:

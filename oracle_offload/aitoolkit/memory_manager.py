@@ -20,7 +20,7 @@ from ..layers.kinds import layer_type
 from ..layers.swap import is_managed
 from ..model import selection
 from ..model.attachment import Attachment
-from ..model.kept import OFFLOADED
+from ..model.budget import OFFLOADED
 from ..model.masters import trim_heap
 from ..model.residents import move_residents
 from .run_folder import find_run_folder, find_trainer

@@ -76,6 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--upstream", type=int, default=1, help="cards that share one link upstream (1)"
     )
     parser.add_argument("--offload-percent", type=float, help="what attach is to be told, 0 to 1")
+    parser.add_argument("--vram-budget", help="what attach is to be told: 8GiB, or auto")
+    parser.add_argument("--ram-budget", help="what attach is to be told: 20GiB, auto or offloaded")
     parser.add_argument("--margin", type=float, default=0.08, help="share left to CUDA (0.08)")
     parser.add_argument(
         "--verify", metavar="RECORDING", help="show the plan beside a recording, run.jsonl"
@@ -98,15 +100,20 @@ def _run(args: argparse.Namespace) -> Exit:
     sizes = f"{model.name} has {model.parameters / 1e9:.2f} B parameters; " if model else ""
     logger.info("%simporting torch", sizes)
     from ..errors import OffloadError
+    from ..model.budget import Budget
     from ..planning import plan
 
     options = vars(args).copy()
     for name in ("model", "run", "verify", "json", "html"):
         options.pop(name)
+    asked = {
+        name: options.pop(name)
+        for name in ("offload_percent", "vram_budget", "ram_budget", "compress")
+    }
     try:
         with naming("read", args.model):
             try:
-                found = plan(args.model, **options)
+                found = plan(args.model, budget=Budget(**asked), **options)
             except ValueError as problem:
                 print(f"plan: {printable(str(problem))}", file=sys.stderr)
                 return Exit.USAGE

@@ -17,14 +17,13 @@ from ..engine.geometry import aligned, is_dense, tensor_bytes
 from ..engine.replay import predict_elsewhere
 from ..errors import OffloadError
 from ..host.sizes import format_size
-from ..model.kept import OFFLOADED, Kept, Unit, distinct, host_limit, keep
+from ..model.budget import OFFLOADED, Budget
+from ..model.kept import Kept, Unit, distinct, host_limit, keep
 from ..model.masters import Files
 from ..model.selection import Chosen
 from .coder import Coder, kind_of, pays
 from .steps import Pace
 from .store import user_store
-
-COMPRESS = (None, "lossless", "auto")
 
 _PIECES = 4  # of the staging memory, each with room for a chunk
 _SAMPLES, _SAMPLE = 16, 1 << 14  # weights of a tensor that tell how small it gets
@@ -33,12 +32,6 @@ _CHUNK, _HEADER_BYTES = 4 << 20, 64  # weights of a chunk, see csrc/core/codec.h
 _ENOUGH = 1.01  # times the shortest step is short enough
 _TRIALS = 16  # of numbers of units, planned at once
 _GOLDEN = (5**0.5 - 1) / 2  # multiples of it, without their whole part, are spread evenly
-
-
-def check(compress: str | None) -> None:
-    """Refuse what is no value of the argument ``compress``."""
-    if compress not in COMPRESS:
-        raise ValueError(f"compress={compress!r} is none of {', '.join(map(repr, COMPRESS))}")
 
 
 def codable(units: Sequence[Sequence[Chosen]]) -> list[Tensor]:
@@ -104,23 +97,16 @@ class HostRoom:
 
 
 def part(
-    units: list[Unit],
-    ram_budget: int | float | str | None,
-    offload_percent: float,
-    compress: str | None,
-    expected: Expected,
+    units: list[Unit], budget: Budget, expected: Expected
 ) -> tuple[list[Unit], Kept, HostRoom]:
     """`keep` for a model that may be compressed; besides, what room its weights have."""
-    streaming, kept = keep(units, ram_budget, offload_percent)
-    if compress is None or ram_budget in (None, OFFLOADED) or not kept.bytes:
+    streaming, kept = keep(units, budget)
+    if budget.compress is None or budget.ram_budget in (None, OFFLOADED) or not kept.bytes:
         return streaming, kept, HostRoom()
-    limit = host_limit(units, ram_budget)
+    limit = host_limit(units, budget.ram_budget)
     coded = {id(tensor) for tensor in codable(units)}
     streaming, kept = keep(
-        units,
-        ram_budget,
-        offload_percent,
-        lambda t: expected.bytes_of(t) if id(t) in coded else tensor_bytes(t),
+        units, budget, lambda t: expected.bytes_of(t) if id(t) in coded else tensor_bytes(t)
     )
     whole = sum(aligned(tensor_bytes(tensor)) for tensor in distinct(units))
     return streaming, kept, HostRoom(limit, float("inf") if kept.bytes else whole - limit)

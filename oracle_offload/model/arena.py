@@ -137,6 +137,33 @@ class Arena:
             if added > 0:
                 self._lend(added, self._added_lease, self._added)
 
+    def replace(self, nbytes: int) -> None:
+        """Hold one segment of `nbytes` in place of all; what was in them has to be copied again.
+
+        Raises
+        ------
+        OffloadError
+            A segment is in use; the arena is as it was.
+        torch.OutOfMemoryError
+            The device has no room for it; it holds a segment of the size that it had.
+        """
+        with self._state.lock:
+            before = self.capacity_bytes
+            if self._lease is not None:
+                self._give_back(self._lease, self._lent)
+                self._lease, self._lent = None, []
+            if self._added_lease is not None:
+                self._give_back(self._added_lease, self._added)
+                self._added_lease, self._added = None, []
+            self.capacity_bytes = 0
+            self._worth_trying_bytes = 0
+            self._state.kind.release_cached()
+            try:
+                self.lend(nbytes)
+            except BaseException:
+                self.lend(before)
+                raise
+
     def _give_back(self, lease: int, lent: list[Segment]) -> None:
         # The memory stays alive until the engine has let go of it.
         self._state.engine.remove_lease(lease)

@@ -7,6 +7,8 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +29,8 @@ from ..layers.leaf import Leaf, is_memory_held_elsewhere
 from ..layers.swap import HANDLE, swap_out
 from . import masters
 from .arena import Arena
-from .budget import Budget, Change, Reading
+from .auto_budget import AutoBudget, Change, Reading
+from .budget import AUTO, Budget, Weights, place
 from .traffic import Traffic
 
 logger = logging.getLogger("oracle_offload")
@@ -63,7 +66,9 @@ class Attachment:
     ----------
     layers : list of Leaf
         The managed ones, in module order.
-    budget : Budget or None
+    budget, weights : Budget, Weights
+        What the weights may take, and what there is of them to place.
+    auto_budget : AutoBudget or None
         How the arena follows what the steps leave of the device, where it does.
     order, steps : Record or None
         The file that its order of use is kept in, and that of what its steps take.
@@ -89,7 +94,9 @@ class Attachment:
         self.layers: list[Leaf] = []
         self.reasons = reasons
         self.kept_bytes = kept_bytes
-        self.budget: Budget | None = None
+        self.budget = Budget()
+        self.weights = Weights(0, 0)
+        self.auto_budget: AutoBudget | None = None
         self._budget_acquires = 0  # of the engine, when the budget saw a step last
         self._budget_segments: object = None  # of the device, as it left them
         self.order: Record | None = None
@@ -219,7 +226,7 @@ class Attachment:
         largest = self._largest_unit(self.state.engine.stats(self.model))
         return max(0, self.arena.capacity_bytes // max(1, largest) - 1)
 
-    def _follow_budget(self, budget: Budget, stats: _core.Stats) -> None:
+    def _follow_budget(self, budget: AutoBudget, stats: _core.Stats) -> None:
         """Let the arena follow what this step has left of the device."""
         if stats["acquires"] == self._budget_acquires:
             return  # another optimizer of the same step
@@ -236,7 +243,7 @@ class Attachment:
         growing = [
             held
             for held in attachments_on(self.state)
-            if held.budget is not None and held.arena.capacity_bytes < held.arena.most_bytes
+            if held.auto_budget is not None and held.arena.capacity_bytes < held.arena.most_bytes
         ]
         change = budget.after_step(
             self._reading(),
@@ -264,7 +271,7 @@ class Attachment:
             return Reading(total, free, arenas + cached, arenas + kept, 0)
         return Reading(total, free, *counted)
 
-    def _resize(self, budget: Budget, change: Change) -> None:
+    def _resize(self, budget: AutoBudget, change: Change) -> None:
         before = self.arena.capacity_bytes
         try:
             self.arena.resize(change.bytes)
@@ -286,8 +293,54 @@ class Attachment:
             change.why,
             self.look_ahead_units(),
         )
+        self._tell_resized(before, change.why)
+
+    def _tell_resized(self, before: int, why: str) -> None:
         for observer in engines.observers:
-            observer.resized(self.state, self.name, before, after, change.why)
+            observer.resized(self.state, self.name, before, self.arena.capacity_bytes, why)
+
+    def take_budget(self, budget: Budget) -> None:
+        """Let the arena follow `budget` from now on; its size is as it was."""
+        self.budget = budget
+        self.arena.may_grow = budget.may_grow
+        self.auto_budget = None
+        if budget.vram_budget == AUTO:
+            counted = self.state.kind.counted()
+            self.auto_budget = AutoBudget(0 if counted is None else counted.failures)
+
+    def set_budget(self, budget: Budget) -> AbstractContextManager[Any]:
+        """Replace the arena by that of another budget; the context undoes it: see the manager."""
+        with self.state.lock:
+            weights = replace(self.weights, floor=max(self.weights.floor, self.arena.floor_bytes))
+            size = weights.floor  # of "auto" the steps tell how much more there is
+            if budget.vram_budget != AUTO:
+                size = place(budget, weights, self.state.engine.mem_info()[1], 0)
+            if size < weights.floor:
+                needed = weights.floor + weights.kept + weights.staging
+                raise OffloadError(
+                    f"vram_budget={budget.vram_budget!r}: the units need {format_size(needed)} on "
+                    "the device, two of the largest and what was learned of blocks; raise the "
+                    "budget to that."
+                )
+            undo = contextlib.ExitStack()
+            undo.callback(self._restore_budget, self.budget, self.arena.capacity_bytes)
+            self._replace_arena(size, "set_budget")
+            self.take_budget(budget)
+        return undo
+
+    def _restore_budget(self, budget: Budget, size: int) -> None:
+        if self.is_attached:
+            with self.state.lock:
+                self._replace_arena(max(size, self.arena.floor_bytes), "the end of set_budget")
+                self.take_budget(budget)
+
+    def _replace_arena(self, size: int, why: str) -> None:
+        before = self.arena.capacity_bytes
+        self._refuse_while_held()
+        self.forget_views()
+        self.arena.replace(size)
+        self.state.kind.begin_peak()
+        self._tell_resized(before, why)
 
     def before_step(self) -> bool:
         """Tell the engine which units are trained now: many a model is frozen after attach.
@@ -350,8 +403,8 @@ class Attachment:
             return
         stats = self.state.engine.stats(self.model)
         self.traffic.end_step(stats["h2d_bytes"] + self.traffic.rows_bytes, stats["d2h_bytes"])
-        if self.budget is not None:
-            self._follow_budget(self.budget, stats)
+        if self.auto_budget is not None:
+            self._follow_budget(self.auto_budget, stats)
         self.pieces.give_back()
         if self._replaced_outside:  # for a whole step: not for a while
             self._warn_of_replaced()

@@ -1,163 +1,168 @@
-"""The budget that adapts: how large an arena may be, by what each step left of the device.
+"""`Budget`: what weights may take of device and host. `place`: the arena that follows from it.
 
-The first step runs on the floor. From then on the arena takes what is left of the device at the
-peak of a step, less a margin; a step that ran out of memory takes from it, calm gives back. The law
-stands here alone, without torch: numbers go in, a size comes out.
+`oracle_offload.attach`, `MemoryManager.set_budget` and `oracle_offload.plan` take the same object,
+and ask the same `place`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
-from ..engine.geometry import aligned_down
+from ..engine.geometry import aligned, aligned_down
+from ..host import memory
+from ..host.sizes import parse_size
 
-MARGIN = 0.05  # of what torch may hold: fragments of its cache, and steps larger than those seen
-_REMEMBERED_STEPS = 64  # a peak counts for so many steps at least, and twice as many at most
-_FIRST_PATIENCE = 8  # calm steps before it grows again after a failure; twice as many each time
-_MOST_PATIENCE = 512
-_SHARE_THAT_PAYS = 16  # grow by no less than this part: every change costs a step its prefetches
+AUTO, NEVER, OFFLOADED = "auto", "never", "offloaded"
+COMPRESS = (None, "lossless", AUTO)
+
+Size = int | float | str
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Memory of one device at the end of a step, in bytes.
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What the weights of a model may take of the device and of the host.
+
+    `oracle_offload.attach` and `oracle_offload.plan` take it as ``budget=``. `attach` takes each
+    field as an argument of its own, too.
 
     Attributes
     ----------
-    total_bytes, free_bytes : int
-        As the driver tells. Shared memory, to which Windows (WDDM) moves what does not fit, counts
-        in neither.
-    reserved_bytes : int
-        Held by torch's allocator: the arenas, tensors, and what is cached for nobody.
-    peak_bytes : int
-        The most that was allocated at once, arenas included, since any of them changed.
-    failures : int
-        How often torch's allocator has run out of memory, or only just not, so far.
-    limit_bytes : int or None
-        The most that torch may reserve (``set_per_process_memory_fraction``).
+    offload_percent : float, optional
+        Share in [0, 1] of the managed bytes that has no room on the device; the arena holds the
+        rest, and a floor of two of the largest units. By default 1.0 in `attach`; in `plan` what
+        activations leave free.
+    vram_budget : int, float, str, optional
+        What weights may take on the device: bytes (``"8GiB"``), a fraction of its memory, or
+        ``"auto"`` for what the steps leave. It replaces what follows from `offload_percent`.
+    ram_budget : int, float, str, optional
+        Most host memory for weights: bytes, a fraction of the machine's memory, ``"auto"`` for 90%
+        of what it can spare, or ``"offloaded"`` for the share that `offload_percent` names. Units
+        beyond it are on the device for good.
+    lock : {"auto", "never"}, int, float or str
+        Page-lock the weights as far as the system allows, not at all, or no more than a size.
+    compress : {"lossless", "auto"}, optional
+        Keep frozen weights in fewer bytes: all that get smaller, or the least that helps.
+
+    Raises
+    ------
+    ValueError
+        A field that makes no sense; the message has its value.
+
+    Examples
+    --------
+    >>> budget = oracle_offload.Budget(vram_budget="8GiB", ram_budget="auto")
+    >>> oracle_offload.plan("12B", card=24, ram="64GB", budget=budget).fit.arena_bytes
+    8589934592
     """
 
-    total_bytes: int
-    free_bytes: int
-    reserved_bytes: int
-    peak_bytes: int
-    failures: int
-    limit_bytes: int | None = None
+    offload_percent: float | None = None
+    vram_budget: Size | None = None
+    ram_budget: Size | None = None
+    lock: Size = AUTO
+    compress: str | None = None
+
+    def __post_init__(self) -> None:
+        percent = self.offload_percent
+        if percent is not None:
+            if isinstance(percent, bool) or not isinstance(percent, int | float):
+                raise ValueError(f"offload_percent={percent!r} is not a number in [0, 1]")
+            if not 0.0 <= percent <= 1.0:
+                hint = f"; did you mean {percent / 100}?" if 1 < percent <= 100 else ""
+                raise ValueError(f"offload_percent={percent!r} is outside [0, 1]{hint}")
+        if self.compress not in COMPRESS:
+            named = ", ".join(map(repr, COMPRESS))
+            raise ValueError(f"compress={self.compress!r} is none of {named}")
+        if self.vram_budget not in (None, AUTO):
+            parse_size(self.vram_budget, total=1 << 40, name="vram_budget")
+        if self.ram_budget not in (None, AUTO, OFFLOADED):
+            parse_size(self.ram_budget, total=1 << 40, name="ram_budget")
+        self.most_locked_bytes()
 
     @property
-    def cap_bytes(self) -> int:
-        """The most that torch can hold here, as long as others hold what they hold now."""
-        cap = min(self.free_bytes + self.reserved_bytes, self.total_bytes)
-        return cap if self.limit_bytes is None else min(cap, self.limit_bytes)
+    def offloaded_share(self) -> float:
+        """`offload_percent`, as `attach` takes it."""
+        return 1.0 if self.offload_percent is None else self.offload_percent
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether the arena may become larger than `place` says, where steps need it."""
+        return self.vram_budget in (None, AUTO)
+
+    def most_locked_bytes(self) -> float:
+        """Return the most bytes to page-lock: infinite where the system alone limits it."""
+        if self.lock == NEVER:
+            return 0.0
+        if self.lock == AUTO:
+            return float("inf")
+        try:
+            return parse_size(self.lock, total=memory.total_bytes(), name="lock")
+        except ValueError as error:
+            raise ValueError(
+                f"lock={self.lock!r} is neither 'auto' nor 'never', nor a size"
+            ) from error
+
+
+def budget_of(budget: Any, **given: Any) -> Budget:
+    """Return the budget that a call asks for, as one object or field by field.
+
+    Raises
+    ------
+    ValueError
+        It is no `Budget`, or fields are given beside it.
+    """
+    if budget is None:
+        return Budget(**given)
+    if not isinstance(budget, Budget):
+        raise ValueError(f"budget={budget!r} is no oracle_offload.Budget")
+    defaults = {one.name: one.default for one in fields(Budget)} | {"offload_percent": 1.0}
+    beside = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]
+    if beside:
+        raise ValueError(f"{', '.join(beside)} beside budget=: give each in the Budget alone")
+    return budget
 
 
 @dataclass(frozen=True)
-class Change:
-    """The arena shall have another size.
+class Weights:
+    """What there is to place, in bytes on the device.
 
     Attributes
     ----------
-    bytes : int
-        Which one.
-    why : str
-        In a few words.
+    streamed : int
+        Units that stream, as an arena holds them.
+    floor : int
+        The least that an arena for them must have.
+    kept : int
+        Units that are on the device for good.
+    staging : int
+        What compressed weights pass through.
     """
 
-    bytes: int
-    why: str
+    streamed: int
+    floor: int
+    kept: int = 0
+    staging: int = 0
 
 
-class Budget:
-    """The size of one arena, step by step.
+def place(budget: Budget, weights: Weights, total: int, left: int) -> int:
+    """Return the bytes of the arena; below the floor where the budget is too small for one.
 
     Parameters
     ----------
-    failures : int
-        `Reading.failures` before the first step.
-
-    Attributes
-    ----------
-    changes : int
-        How often the arena has changed.
-    last : Change or None
-        The latest of these changes.
-    window : int
-        Steps since peaks were last forgotten; at 1 torch's peak is to begin anew.
+    budget : Budget
+    weights : Weights
+    total : int
+        Bytes of the device, of which `Budget.vram_budget` may be a fraction.
+    left : int
+        What ``vram_budget="auto"`` may take.
     """
-
-    def __init__(self, failures: int = 0) -> None:
-        self._failures = failures
-        self._patience = 1
-        self._calm = 0
-        self._others = [0, 0]  # peaks of everything but the arena: in this window, in the last one
-        self.window = 0
-        self.changes = 0
-        self.last: Change | None = None
-
-    def begin_anew(self) -> None:
-        """Forget the peaks: another arena of this device has changed, and they held it."""
-        self._others = [0, 0]
-        self.window = self._calm = 0
-
-    def after_step(
-        self, reading: Reading, capacity: int, floor: int, most: int, grain: int, sharing: int = 1
-    ) -> Change | None:
-        """Return what the arena shall be from the next step on; None to leave it as it is.
-
-        Parameters
-        ----------
-        reading : Reading
-            The device after the step.
-        capacity, floor, most : int
-            Bytes: of the arena now, that it must have, that it can use.
-        grain : int
-            The least bytes beyond the floor that are of use.
-        sharing : int
-            How many arenas of the device grow by what is left.
-        """
-        failed, self._failures = reading.failures > self._failures, reading.failures
-        self.window += 1
-        if self.window > _REMEMBERED_STEPS:
-            self.window, self._others = 1, [0, self._others[0]]
-        self._others[0] = max(self._others[0], reading.peak_bytes - capacity)
-        margin = int(MARGIN * reading.cap_bytes)
-        left = reading.cap_bytes - max(self._others) - margin
-        room = self._useful(min(left, most), floor, grain)
-        if failed:
-            self._calm = 0
-            self._be_patient()
-            half = self._useful((floor + capacity) // 2, floor, grain)
-            return _change(capacity, min(half, room), "torch ran out of device memory")
-        if left < capacity - margin // 2:
-            self._calm = 0
-            return _change(capacity, min(room, capacity), "the device has less room")
-        self._calm += 1
-        if self._calm < self._patience:
-            return None
-        # What has failed before is approached, not taken at once.
-        share = sharing if self._patience == 1 else 2 * sharing
-        grown = aligned_down((room - capacity) // share)
-        if room == most and grown < grain:
-            grown = room - capacity
-        elif grown < max(grain, capacity // _SHARE_THAT_PAYS):
-            return None
-        return _change(capacity, capacity + grown, "a step left room")
-
-    def changed(self, change: Change, size: int) -> None:
-        """Take note that the arena was told to change, and is of `size` now."""
-        self._calm = 0
-        self.changes += 1
-        self.last = Change(size, change.why)
-        if size < change.bytes:  # the device had less room than was counted
-            self._be_patient()
-
-    def _be_patient(self) -> None:
-        self._patience = min(max(_FIRST_PATIENCE, 2 * self._patience), _MOST_PATIENCE)
-
-    @staticmethod
-    def _useful(size: int, floor: int, grain: int) -> int:
-        return aligned_down(size) if size - floor >= grain else floor
-
-
-def _change(capacity: int, size: int, why: str) -> Change | None:
-    return None if size == capacity else Change(size, why)
+    if budget.vram_budget is None:
+        on_device = aligned(int((1 - budget.offloaded_share) * (weights.streamed + weights.kept)))
+        return max(on_device - weights.kept, 0) + weights.floor
+    if budget.vram_budget == AUTO:
+        size = left
+    else:
+        size = parse_size(budget.vram_budget, total=total, name="vram_budget")
+        size -= weights.kept + weights.staging
+    # More than the planner can ever use would be memory lost to everything else.
+    return aligned_down(max(0, min(size, weights.streamed + weights.floor)))

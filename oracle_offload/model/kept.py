@@ -18,12 +18,11 @@ from ..engine.geometry import aligned, memory_of, tensor_bytes, unit_bytes
 from ..errors import OffloadError
 from ..host import memory
 from ..host.sizes import format_size, parse_size
+from .budget import AUTO, OFFLOADED, Budget, Size
 from .residents import move_residents
 from .selection import Chosen
 
 Unit = list[Chosen]
-
-OFFLOADED = "offloaded"
 
 
 class Kept:
@@ -88,8 +87,7 @@ class Kept:
 
 def keep(
     units: list[Unit],
-    ram_budget: int | float | str | None,
-    offload_percent: float,
+    budget: Budget,
     bytes_of: Callable[[Tensor], int] = tensor_bytes,
 ) -> tuple[list[Unit], Kept]:
     """Part the units into those that stream and those that stay on the device.
@@ -98,20 +96,16 @@ def keep(
     ----------
     units : list of lists of Chosen
         In model order.
-    ram_budget : int, float, str or None
-        See `oracle_offload.attach`.
-    offload_percent : float
-        What "offloaded" refers to.
+    budget : Budget
     bytes_of : callable
         What a tensor takes of the host.
 
     Raises
     ------
-    ValueError
-        `ram_budget` is no size.
     OffloadError
-        It is too small for any unit, or the system does not tell what it can spare.
+        Its `ram_budget` is too small for any unit, or the system does not tell what it can spare.
     """
+    ram_budget, offload_percent = budget.ram_budget, budget.offloaded_share
     if ram_budget is None:
         return units, Kept()
     groups = _tied(units)
@@ -174,9 +168,9 @@ def spread(sizes: Sequence[int], limit: int) -> set[int]:
     return chosen
 
 
-def host_limit(units: Sequence[Unit], ram_budget: int | float | str) -> int:
+def host_limit(units: Sequence[Unit], ram_budget: Size) -> int:
     """Return the most bytes of masters."""
-    if ram_budget != "auto":
+    if ram_budget != AUTO:
         return parse_size(ram_budget, total=memory.total_bytes(), name="ram_budget")
     available = memory.available_bytes()
     if available is None:

@@ -17,6 +17,7 @@ import os
 import struct
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +28,9 @@ from .._core import HostBuffer
 from ..engine.geometry import aligned, is_dense, tensor_bytes
 from ..errors import OffloadError, StaleWeightsError
 from ..host.ranks import LocalRanks, meet, on_all
+from .budget import OFFLOADED, Budget
 from .intake import flat_bytes
-from .kept import OFFLOADED, Unit, host_limit
+from .kept import Unit, host_limit
 from .locking import whole_pages
 
 if TYPE_CHECKING:
@@ -122,11 +124,12 @@ class Share:
 
     # ---- what all ranks have to be alike in ----
 
-    def same_limit(self, units: Sequence[Unit], ram_budget: Any) -> Any:
-        """Return `ram_budget` in bytes, the least that any rank takes it for: all keep the same."""
-        if ram_budget is None or ram_budget == OFFLOADED:
-            return ram_budget
-        return min(self.ranks.exchange("ram_budget", host_limit(units, ram_budget)))
+    def same_limit(self, units: Sequence[Unit], budget: Budget) -> Budget:
+        """Return `budget` with the least bytes that any rank takes its `ram_budget` for."""
+        if budget.ram_budget is None or budget.ram_budget == OFFLOADED:
+            return budget
+        limits = self.ranks.exchange("ram_budget", host_limit(units, budget.ram_budget))
+        return replace(budget, ram_budget=min(limits))
 
     def agree(
         self, units: Sequence[Unit], coded: Sequence[Tensor], loading: Loading | None

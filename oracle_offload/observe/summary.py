@@ -568,11 +568,11 @@ def _model_usage(state: DeviceState, attachment: Attachment, waits: Waits) -> Mo
         step_d2h_bytes=traffic.step_d2h_bytes,
         x_min_bytes=attachment.x_min_bytes(),
         look_ahead_units=attachment.look_ahead_units(),
-        budget_changes=None if attachment.budget is None else attachment.budget.changes,
+        budget_changes=None if attachment.auto_budget is None else attachment.auto_budget.changes,
         budget_reason=(
             None
-            if attachment.budget is None or attachment.budget.last is None
-            else attachment.budget.last.why
+            if attachment.auto_budget is None or attachment.auto_budget.last is None
+            else attachment.auto_budget.last.why
         ),
         shared_bytes=0 if share is None else share.nbytes,
         shared_by=1 if share is None else share.ranks.at.local_world,

@@ -60,7 +60,7 @@ class Answer:
     def shares_arena(self) -> bool:
         """Whether the arena is all that the device has left, and activations are unknown."""
         is_counted = self.fit.verdict == STREAMED and not self.storage.units
-        return is_counted and self.question.room.offload_percent is None
+        return is_counted and self.question.room.is_free
 
     def sentence(self) -> str:
         """Return the verdict as one sentence."""

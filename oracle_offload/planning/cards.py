@@ -22,6 +22,9 @@ _LAUNCH_S: Interval = (3e-6, 8e-6)  # of one kernel: assumed
 _MEASURED = 0.05
 
 
+RATES = ("link_gbps", "memory_gbps", "tflops", "launch_s")
+
+
 @dataclass(frozen=True)
 class Card:
     """A card and its link; each rate as an interval.
@@ -141,9 +144,14 @@ def card_of(
 
     Raises
     ------
+    TypeError
+        A rate of another name.
     ValueError
         No such card; a rate that is not above zero.
     """
+    for name in measured:
+        if name not in RATES:
+            raise TypeError(f"{name!r} is no argument, and none of the rates {', '.join(RATES)}")
     found = _named(24 if card is None else card)
     if vram is not None:
         nbytes = parse_size(vram, total=found.memory_bytes, name="vram")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from .._core import ALIGNMENT
-from ..engine.geometry import aligned, tensor_bytes
+from ..engine.geometry import tensor_bytes
 from ..errors import OffloadError
+from ..host.sizes import parse_size
+from ..model.budget import AUTO, OFFLOADED, Budget, Weights, place
 from .measure import Step
 from .storage import Storage
 
@@ -99,20 +100,39 @@ class Room:
         Memory of the card, and of the machine.
     margin : float
         Share of the card that is left to CUDA, to rounding and to what nobody foresees.
-    offload_percent : float or None
-        What `attach` shall be told; None leaves it to the plan.
+    budget : Budget
+        What `attach` is to be told. Without `offload_percent` and `vram_budget`, or with
+        ``"auto"``, the arena takes what activations leave free.
     """
 
     device_bytes: int
     host_bytes: int
     margin: float
-    offload_percent: float | None = None
+    budget: Budget = field(default_factory=Budget)
 
     def __post_init__(self) -> None:
         if not 0 <= self.margin < 1:
             raise ValueError(f"margin={self.margin!r} is outside [0, 1)")
-        if self.offload_percent is not None and not 0 <= self.offload_percent <= 1:
-            raise ValueError(f"offload_percent={self.offload_percent!r} is outside [0, 1]")
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the arena takes what activations leave."""
+        budget = self.budget
+        return budget.vram_budget == AUTO or (
+            budget.vram_budget is None and budget.offload_percent is None
+        )
+
+    def arena(self, weights: Weights, left: int) -> int:
+        """Return the bytes of an arena, of which `left` are free; see `place`."""
+        budget = replace(self.budget, vram_budget=AUTO) if self.is_free else self.budget
+        return place(budget, weights, self.device_bytes, left)
+
+    def masters(self, others: int) -> int:
+        """Return the most bytes of weights on the host, `others` of which is taken."""
+        most, asked = self.host - others, self.budget.ram_budget
+        if asked in (None, AUTO, OFFLOADED):
+            return most
+        return min(most, parse_size(asked, total=self.host_bytes, name="ram_budget"))
 
     @property
     def device(self) -> int:
@@ -175,7 +195,7 @@ def fit(storage: Storage, activations: int | None, room: Room) -> Fit:
     more = {} if activations is None else {"activations": activations}
     device = {row.name: row.bytes for row in storage.rows} | more
     resident = sum(device.values()) <= room.device
-    if resident and room.offload_percent is None:
+    if resident and room.is_free:
         return Fit(RESIDENT, storage, device, {}, room.device, room.host)
     if not storage.units:
         return _counted(storage, device, room)
@@ -187,12 +207,10 @@ def _counted(storage: Storage, device: dict[str, int], room: Room) -> Fit:
     host, weights = storage.host_rows, storage.host_rows.get("weights", 0)
     device = {name: size for name, size in device.items() if size != host.get(name)}
     left = room.device - sum(device.values())
-    if room.offload_percent is not None:
-        arena = int((1 - room.offload_percent) * weights)
-    else:
-        arena = max(0, min(left, weights))
+    arena = room.arena(Weights(weights, 0), left)
     missing = max(0, arena - left)
-    short, budget = max(0, sum(host.values()) - room.host), None
+    most = room.masters(sum(host.values()) - weights)
+    short, budget = max(0, weights - most), None
     if 0 < short <= min(arena, weights):  # weights that stay on the device need no master
         host = host | {"weights": weights - short}
         device, arena, budget = device | {"weights": short}, arena - short, weights - short
@@ -216,34 +234,35 @@ def _counted(storage: Storage, device: dict[str, int], room: Room) -> Fit:
 
 
 def _streamed(storage: Storage, more: dict[str, int], room: Room) -> Fit:
-    host = storage.on_host()
-    on_host = sum(host.values())
     budget, short, why = None, 0, ""
-    if on_host > room.host:
-        weights = host["weights"] + host["padding"]
-        budget = room.host - (on_host - weights)
+    if room.budget.ram_budget == OFFLOADED:
+        storage = storage.keeping(room.budget)
+    host = storage.on_host()
+    weights = host["weights"] + host["padding"]
+    most = room.masters(sum(host.values()) - weights)
+    if weights > most:
         try:
-            if budget <= 0:
+            if most <= 0:
                 raise OffloadError("gradients and optimizer state alone fill the host")
-            storage = storage.keeping(budget)
+            storage, budget = storage.keeping(replace(room.budget, ram_budget=most)), most
         except OffloadError as error:
-            budget, short, why = None, on_host - room.host, f"the host: {error}"
+            short, why = weights - most, f"the host: {error}"
     host = storage.on_host()
     device = {row.name: row.bytes - storage.host_rows.get(row.name, 0) for row in storage.rows} | {
         "staging": storage.staging_bytes,
         **more,
     }
     fixed, floor = sum(device.values()), storage.floor_bytes
-    if room.offload_percent is not None:
-        managed = storage.travelling_bytes + storage.kept_bytes
-        weights = aligned(int((1.0 - room.offload_percent) * managed))
-        arena = max(weights - storage.kept_bytes, 0) + floor
-    elif more:
-        left = min(room.device - fixed, storage.travelling_bytes + floor)
-        arena = max(left // ALIGNMENT * ALIGNMENT, floor)
+    there = Weights(storage.travelling_bytes, floor, storage.kept_bytes, storage.staging_bytes)
+    if room.is_free and not more:
+        asked = floor  # the rest is left to activations, which are unknown
     else:
-        arena = floor  # the rest is left to activations, which are unknown
+        asked = room.arena(there, room.device - fixed)
+    arena = max(asked, floor)
     missing = max(0, fixed + arena - room.device)
+    if asked < floor and not room.is_free:
+        missing = max(missing, floor - asked)
+        why = why or f"vram_budget={room.budget.vram_budget!r} is too small for the arena"
     if missing and not why:
         why = f"the device: {'what is not streamed' if fixed > room.device else 'the arena'}"
     return Fit(

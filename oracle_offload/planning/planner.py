@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..compress.choice import check
 from ..host import memory
 from ..host.sizes import GIB, format_size, parse_size
+from ..model.budget import Budget, budget_of
 from ..observe.recording import Recording, read_recording
 from . import report, verify
 from .answer import Answer
@@ -63,19 +63,23 @@ class Plan(Answer):
         *,
         vram: int | float | str | None = None,
         ram: int | float | str | None = None,
-        offload_percent: float | None = None,
+        budget: Budget | None = None,
         **rates: float | None,
     ) -> Plan:
         """Return the plan of the same training elsewhere; the step is not measured again.
 
         Parameters
         ----------
-        card, vram, ram, offload_percent, **rates
-            As in `plan`; what is not given is as there by default, not as it was here.
+        card, vram, ram, budget, **rates
+            As in `plan`; what is not given is as there by default, not as it was here, but that
+            weights stay compressed.
         """
-        chosen = card_of(card, vram=vram, **rates)
-        room = Room(chosen.memory_bytes, _ram(ram), self.question.room.margin, offload_percent)
-        return answer(replace(self.question, card=chosen, room=room), self.step)
+        recipe, chosen = self.question.recipe, card_of(card, vram=vram, **rates)
+        if budget is None:
+            budget = Budget(compress=recipe.compress)
+        room = Room(chosen.memory_bytes, _ram(ram), self.question.room.margin, budget)
+        recipe = replace(recipe, compress=budget.compress)
+        return answer(replace(self.question, recipe=recipe, card=chosen, room=room), self.step)
 
     def verify(self, recording: Any) -> verify.Verification:
         """Return what was measured beside what was planned, row by row.
@@ -136,7 +140,7 @@ def plan(
     adapter_dtype: str | torch.dtype = "fp32",
     master_dtype: str | torch.dtype | None = None,
     quantize: str | None = None,
-    compress: str | None = None,
+    budget: Budget | None = None,
     checkpointing: bool = True,
     batch: int = 1,
     micro_batches: int = 1,
@@ -145,14 +149,10 @@ def plan(
     card: str | int | None = None,
     vram: int | float | str | None = None,
     ram: int | float | str | None = None,
-    link_gbps: float | None = None,
-    memory_gbps: float | None = None,
-    tflops: float | None = None,
-    launch_s: float | None = None,
     upstream: int = 1,
-    offload_percent: float | None = None,
     margin: float = 0.08,
     fetch: bool = False,
+    **rates: float | None,
 ) -> Plan:
     """Say whether a training fits a card and a host, before anything is loaded.
 
@@ -184,9 +184,10 @@ def plan(
         stepped (``"fp32"``, mixed precision: 18 bytes a parameter with AdamW).
     quantize : {"int8", "fp8", "qfloat8", "nf4"}, optional
         Frozen Linear weights as torchao, optimum-quanto or bitsandbytes keep them.
-    compress : {"lossless", "auto"}, optional
-        What `attach` is to be told. How small weights get is told by encoding parts of them where
-        the module has them, else by their dtype, and called estimated.
+    budget : Budget, optional
+        What `attach` is to be told; by default all that activations leave free is arena. How small
+        compressed weights get is told by encoding parts of them where the module has them, else by
+        their dtype, and called estimated.
     checkpointing : bool
         Whether blocks are computed again in backward.
     batch : int
@@ -207,18 +208,16 @@ def plan(
     ram : int, float or str, optional
         The host's memory: 32, 64 or 128 GiB by that number, or a size (``"48GB"``); by default
         this machine's.
-    link_gbps, memory_gbps, tflops, launch_s : float, optional
-        Rates that were measured: 1e9 bytes/s to the device and within it, 1e12 operations a second
-        in bf16, seconds of a launch.
     upstream : int
         How many cards share one link upstream, behind a switch, and train at once: each has so
         much less of its own. ``oracle-offload doctor`` tells.
-    offload_percent : float, optional
-        What `attach` is to be told; by default all that activations leave free is arena.
     margin : float
         Share of the card that is left to CUDA, rounding and what nobody foresees.
     fetch : bool
         Whether to ask the hub for the config of a repository; nothing else uses a network.
+    **rates : float, optional
+        What was measured: ``link_gbps`` and ``memory_gbps``, 1e9 bytes/s to the device and within
+        it; ``tflops``, 1e12 operations a second in bf16; ``launch_s``, seconds of a launch.
 
     Returns
     -------
@@ -242,7 +241,7 @@ def plan(
         raise ValueError(f"train={train!r} is neither 'lora' nor 'full'")
     if quantize is not None and quantize not in QUANTISED:
         raise ValueError(f"quantize={quantize!r} is not known; there are {', '.join(QUANTISED)}")
-    check(compress)
+    budget = budget_of(budget)
     for name, value in (
         ("rank", rank),
         ("batch", batch),
@@ -261,19 +260,12 @@ def plan(
         None if master_dtype is None else _dtype(master_dtype, "master_dtype"),
         quantize,
         optimizer_of(optimizer),
-        compress,
+        budget.compress,
     )
     dtype = None if dtype is None else _dtype(dtype, "dtype")
     source = source_of(model, config, dtype, fetch=fetch)
-    chosen = card_of(
-        card,
-        vram=vram,
-        link_gbps=link_gbps,
-        memory_gbps=memory_gbps,
-        tflops=tflops,
-        launch_s=launch_s,
-    ).behind(upstream)
-    room = Room(chosen.memory_bytes, _ram(ram), margin, offload_percent)
+    chosen = card_of(card, vram=vram, **rates).behind(upstream)
+    room = Room(chosen.memory_bytes, _ram(ram), margin, budget)
     question = Question(
         source,
         recipe,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..compress.choice import ExpectedBytes, codable, staging_bytes
 from ..engine.geometry import aligned, stored_bytes, tensor_bytes, unit_bytes
+from ..model.budget import Budget
 from ..model.kept import keep
 from ..model.selection import (
     Chosen,
@@ -231,7 +232,7 @@ class Storage:
         whole = {id(tensor): tensor_bytes(tensor) for tensor in _distinct(self.units)}
         return replace(self, coded={key: n for key, n in coded.items() if n < whole[key]})
 
-    def keeping(self, ram_bytes: int) -> Storage:
+    def keeping(self, budget: Budget) -> Storage:
         """Return the same with units on the device for good, as `attach` has it at this budget.
 
         Raises
@@ -239,7 +240,7 @@ class Storage:
         OffloadError
             No unit fits the host.
         """
-        streaming, kept = keep(self.units, ram_bytes, 1.0, self.host_bytes_of)
+        streaming, kept = keep(self.units, budget, self.host_bytes_of)
         return replace(self, kept_bytes=kept.bytes)._streaming(streaming)
 
     def _streaming(self, units: list[list[Chosen]]) -> Storage:

@@ -12,6 +12,7 @@ from peak import peak_of
 from torch import nn
 
 import oracle_offload
+from oracle_offload import Budget
 from oracle_offload.planning import measure
 from oracle_offload.planning.sample import UnknownSample, inputs, parse_sample
 from oracle_offload.train import offload_activations
@@ -120,7 +121,7 @@ def test_a_frozen_convolution_keeps_nothing(unbatched: bool) -> None:
             targets="first",
             card=24,
             ram="64GB",
-            offload_percent=1.0,
+            budget=Budget(offload_percent=1.0),
         ).step.activations
 
     found, padded = planned("zeros"), planned("circular")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import oracle_offload
-from oracle_offload import cli
+from oracle_offload import Budget, cli
 from oracle_offload._core import BACKWARD, FORWARD
 from oracle_offload.host import memory
 from oracle_offload.host.sizes import GIB
@@ -83,11 +83,11 @@ def test_qlora_of_65_billion_parameters_fits_48_gb() -> None:
 
 
 def test_32_billion_parameters_at_91_percent_fit_24_and_128_gb() -> None:
-    found = oracle_offload.plan("32B", offload_percent=0.91, card=24, ram="128GB")
+    found = oracle_offload.plan("32B", budget=Budget(offload_percent=0.91), card=24, ram="128GB")
     assert found.fit.verdict == "fits streamed" and found.fit.offload_percent == pytest.approx(0.91)
     assert found.fit.arena_bytes == pytest.approx(0.09 * 64e9)
     assert found.fit.x_min_bytes == pytest.approx(2 * 0.91 * 64e9)
-    less = oracle_offload.plan("32B", offload_percent=0.91, card=24, ram="32GB")
+    less = oracle_offload.plan("32B", budget=Budget(offload_percent=0.91), card=24, ram="32GB")
     assert less.verdict == "does not fit"
 
 
@@ -120,7 +120,7 @@ def test_what_a_number_of_parameters_leaves_unknown_is_said() -> None:
     assert found.fit.verdict == "fits streamed" and "comes off the arena" in found.sentence()
     assert 'vram_budget="auto"' in found.to_dict()["python"]
     assert any(said.startswith("the LoRA, its gradients") for said in found.assumptions)
-    told = found.on(24, ram="128GB", offload_percent=0.91)
+    told = found.on(24, ram="128GB", budget=Budget(offload_percent=0.91))
     assert "comes off" not in told.sentence() and 'vram_budget="5.37GiB"' in str(told)
     full = oracle_offload.plan("1B", train="full", card=8, ram="128GB")
     assert not any("the LoRA" in said for said in full.assumptions)
@@ -148,7 +148,7 @@ def test_resident_to_the_byte() -> None:
 
 def test_streamed_to_the_byte() -> None:
     found = oracle_offload.plan(
-        net(), vram="1GiB", ram="1GiB", margin=0, rank=1, offload_percent=1.0
+        net(), vram="1GiB", ram="1GiB", margin=0, rank=1, budget=Budget(offload_percent=1.0)
     )
     floor = found.storage.device_bytes + found.storage.floor_bytes
     options = dict(rank=1, ram="1GiB", margin=0)
@@ -168,7 +168,7 @@ def test_a_share_elsewhere_is_a_share() -> None:
     found = oracle_offload.plan("32B", card=24, ram="64GB")
     for wrong in (91, -0.1, float("nan")):
         with pytest.raises(ValueError, match="offload_percent="):
-            found.on(24, ram="64GB", offload_percent=wrong)
+            found.on(24, ram="64GB", budget=Budget(offload_percent=wrong))
 
 
 def test_the_margin_is_left_alone() -> None:
@@ -191,25 +191,26 @@ def test_full_training_streams_with_gradients_and_state_on_the_host() -> None:
 
 def rooms(device: int, host: int, percent: float | None = None) -> Room:
     """Room for so many bytes: a tenth of a host is the system's."""
-    return Room(device, -(-host * 10 // 9), 0.0, percent)
+    return Room(device, -(-host * 10 // 9), 0.0, Budget(offload_percent=percent))
 
 
-TWO_MB = 2 * 10**6  # what a million parameters in bf16 take
+TWO_MB = 2 << 20  # what 2^20 parameters in bf16 take
+SHARE_OF_1536 = 1 - 1536 / TWO_MB
 
 
 @pytest.mark.parametrize(
     ("device", "host", "percent", "verdict", "arena", "on_device", "on_host", "missing"),
     [
         (TWO_MB, 1, None, "fits resident", 0, TWO_MB, None, (0, 0)),
-        (TWO_MB - 1, TWO_MB, None, "fits streamed", TWO_MB - 1, None, TWO_MB, (0, 0)),
-        (600, TWO_MB, None, "fits streamed", 600, None, TWO_MB, (0, 0)),
+        (TWO_MB - 1, TWO_MB, None, "fits streamed", TWO_MB - 256, None, TWO_MB, (0, 0)),
+        (768, TWO_MB, None, "fits streamed", 768, None, TWO_MB, (0, 0)),
         (TWO_MB, TWO_MB, 1.0, "fits streamed", 0, None, TWO_MB, (0, 0)),
-        (1500, TWO_MB, 0.99925, "fits streamed", 1500, None, TWO_MB, (0, 0)),
-        (1499, TWO_MB, 0.99925, "does not fit", 1500, None, TWO_MB, (1, 0)),
+        (1536, TWO_MB, SHARE_OF_1536, "fits streamed", 1536, None, TWO_MB, (0, 0)),
+        (1535, TWO_MB, SHARE_OF_1536, "does not fit", 1536, None, TWO_MB, (1, 0)),
         # What the host has no room for stays on the device, off the arena.
-        (1500, TWO_MB - 1, None, "fits streamed", 1499, 1, TWO_MB - 1, (0, 0)),
-        (1500, TWO_MB - 1500, None, "fits streamed", 0, 1500, TWO_MB - 1500, (0, 0)),
-        (1500, TWO_MB - 1501, None, "does not fit", 1500, None, TWO_MB, (0, 1501)),
+        (1536, TWO_MB - 1, None, "fits streamed", 1535, 1, TWO_MB - 1, (0, 0)),
+        (1536, TWO_MB - 1536, None, "fits streamed", 0, 1536, TWO_MB - 1536, (0, 0)),
+        (1536, TWO_MB - 1537, None, "does not fit", 1536, None, TWO_MB, (0, 1537)),
     ],
 )
 def test_where_a_number_of_parameters_lies(
@@ -222,7 +223,7 @@ def test_where_a_number_of_parameters_lies(
     on_host: int | None,
     missing: tuple[int, int],
 ) -> None:
-    storage = oracle_offload.plan("1M", card=24, ram="64GB").storage
+    storage = oracle_offload.plan(1 << 20, card=24, ram="64GB").storage
     found = fit(storage, None, rooms(device, host, percent))
     weights = {} if on_device is None else {"weights": on_device}
     streams = {} if verdict == "fits resident" else {"arena": arena}
@@ -247,7 +248,9 @@ def test_where_a_number_of_parameters_lies(
 
 
 def test_the_shares_of_a_full_training_lie_on_the_host() -> None:
-    storage = oracle_offload.plan("1M", train="full", card=24, ram="64GB", optimizer="sgd").storage
+    storage = oracle_offload.plan(
+        1 << 20, train="full", card=24, ram="64GB", optimizer="sgd"
+    ).storage
     found = fit(storage, None, rooms(3 * TWO_MB, 2 * TWO_MB, 0.5))
     assert found.verdict == "fits streamed" and found.device == {"arena": TWO_MB // 2}
     assert {name: n for name, n in found.host.items() if n} == dict.fromkeys(
@@ -338,7 +341,7 @@ def test_a_model_of_which_nothing_streams() -> None:
     resident = oracle_offload.plan(model, **options)
     assert resident.fit.device == {"weights": 4000, "gradients": 4000} and resident.fits
     large = resident.on(vram=7000, ram="64GB")
-    asked = resident.on(24, ram="64GB", offload_percent=0.5)
+    asked = resident.on(24, ram="64GB", budget=Budget(offload_percent=0.5))
     for found, missing in ((large, 1000), (asked, 0)):
         assert found.verdict == "does not fit" and found.fit.arena_bytes == 0
         assert (found.fit.missing_device, found.fit.missing_host) == (missing, 0)
@@ -398,11 +401,11 @@ def test_micro_batches_go_together_where_not_all_weights_have_room() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_share_is_from_0_to_1_and_a_margin_below_1(share: float) -> None:
-    assert Room(1000, 1000, 0.0, share).offload_percent == share
+    assert Room(1000, 1000, 0.0, Budget(offload_percent=share)).budget.offloaded_share == share
     assert (Room(1000, 1010, 0.25).device, Room(1000, 1010, 0.25).host) == (750, 909)
     for wrong in (-0.001, 1.001):
         with pytest.raises(ValueError, match=re.escape(f"offload_percent={wrong} is outside")):
-            Room(1000, 1000, 0.0, wrong)
+            Budget(offload_percent=wrong)
     for wrong in (-0.001, 1.0):
         with pytest.raises(ValueError, match=re.escape(f"margin={wrong} is outside [0, 1)")):
             Room(1000, 1000, wrong)
@@ -520,7 +523,7 @@ def test_what_was_asked_has_every_default_filled_in() -> None:
     question = oracle_offload.plan("1M").question
     recipe = question.recipe
     assert question.card is CARDS["RTX 4090"] and question.room.margin == 0.08
-    assert question.room.device_bytes == 24 * GIB and question.room.offload_percent is None
+    assert question.room.device_bytes == 24 * GIB and question.room.budget == Budget()
     assert question.room.host_bytes == memory.total_bytes()
     assert (question.batch, question.checkpointing, question.micro_batches) == (1, True, 1)
     assert question.sample is None and not question.measured
@@ -552,9 +555,9 @@ def test_what_was_asked_has_every_default_filled_in() -> None:
 
 def test_the_same_training_elsewhere() -> None:
     found = oracle_offload.plan("32B", card=24, ram="128GB", margin=0.5, link_gbps=20.0)
-    other = found.on("A40", ram="1TB", offload_percent=0.25, launch_s=1e-5)
+    other = found.on("A40", ram="1TB", budget=Budget(offload_percent=0.25), launch_s=1e-5)
     assert (other.question.card.name, other.question.card.measured) == ("A40", {"launch_s"})
-    assert other.question.room == Room(48 * GIB, 10**12, 0.5, 0.25)
+    assert other.question.room == Room(48 * GIB, 10**12, 0.5, Budget(offload_percent=0.25))
     assert (other.question.source, other.question.recipe) == (
         found.question.source,
         found.question.recipe,
@@ -574,7 +577,7 @@ def test_the_same_training_elsewhere() -> None:
         (dict(micro_batches="2"), "micro_batches='2' is not a whole number above zero"),
         (dict(batch=1.5), "batch=1.5 is not"),
         (dict(margin=1.0), "margin=1.0 is outside"),
-        (dict(offload_percent=91), "offload_percent=91 is outside"),
+        (dict(budget=0.5), "budget=0.5 is no oracle_offload.Budget"),
         (dict(dtype="bf8"), "dtype='bf8' is not known"),
         (dict(adapter_dtype=torch.int8), "adapter_dtype=torch.int8 is not known"),
         (dict(ram="much"), "ram='much' is not a size"),
@@ -622,7 +625,7 @@ NUMBERS = {str(number): number for number in range(8)}  # of the layers of `net`
 def asked(**changes: Any) -> tuple[dict[str, Rung], list[dict[str, Any]]]:
     """The alternatives to streaming, with steps that are known; and what was measured for them."""
     plain = oracle_offload.plan(net(), card=24, ram="64GB", rank=16, measure=False)
-    room = Room(4 << 20, 1 << 30, 0.0, 1.0)
+    room = Room(4 << 20, 1 << 30, 0.0, Budget(offload_percent=1.0))
     step = changes.pop("step", Step([Stage(1024_000, 512_000)], numbers=NUMBERS))
     defaults = dict(room=room, checkpointing=False, batch=4, micro_batches=2, sample=64)
     recipe = replace(plain.question.recipe, **changes.pop("recipe", {}))
@@ -773,7 +776,12 @@ def shown() -> dict[str, oracle_offload.Plan]:
     return {
         "resident": timed(replace(resident, fit=filled), measured),
         "streamed": oracle_offload.plan(
-            "32B", card=24, ram="128GB", offload_percent=0.91, batch=3, micro_batches=2
+            "32B",
+            card=24,
+            ram="128GB",
+            budget=Budget(offload_percent=0.91),
+            batch=3,
+            micro_batches=2,
         ),
         "shared": oracle_offload.plan("32B", card="A40", ram=64, checkpointing=False),
         "nowhere": oracle_offload.plan(
@@ -782,13 +790,14 @@ def shown() -> dict[str, oracle_offload.Plan]:
         "units": timed(plan(Blocks(), ram=300 * kib, micro_batches=2, link_gbps=20.0, **little)),
         "full": plan(Blocks(), train="full", vram=200 * kib, ram="1GiB", dtype="fp16"),
         "neither": plan(Blocks(), vram=40 * kib, ram=8 * kib, rank=1),
-        "packed": plan(Blocks(), ram="1GiB", quantize="nf4", offload_percent=1.0, **little),
+        "packed": plan(
+            Blocks(), ram="1GiB", quantize="nf4", budget=Budget(offload_percent=1.0), **little
+        ),
         "compressed": plan(
             Blocks(512).to("meta"),
             dtype="bf16",
             ram=3072 * kib,
-            compress="lossless",
-            offload_percent=0.75,
+            budget=Budget(compress="lossless", offload_percent=0.75),
             vram="6MiB",
             rank=1,
         ),
@@ -888,7 +897,9 @@ def test_what_is_planned_can_be_pasted(sim: Any) -> None:
 def test_the_configuration_has_the_keys_of_the_page_on_aitoolkit() -> None:
     import yaml
 
-    found = oracle_offload.plan("32B", card=24, ram="128GB", offload_percent=0.91, batch=3)
+    found = oracle_offload.plan(
+        "32B", card=24, ram="128GB", budget=Budget(offload_percent=0.91), batch=3
+    )
     job = yaml.safe_load(found.to_dict()["aitoolkit"])
     page = (ROOT / "docs" / "ai-toolkit.md").read_text("utf-8")
     assert job["train"] == {
@@ -943,7 +954,7 @@ def test_the_command_exits_with_3_where_it_does_not_fit(
         ("--rank 8", {"rank": 8}),
         ("--optimizer sgd", {"optimizer": "sgd"}),
         ("--quantize int8", {"quantize": "int8"}),
-        ("--compress lossless", {"compress": "lossless"}),
+        ("--compress lossless", {"budget": Budget(compress="lossless")}),
         ("--no-checkpointing", {"checkpointing": False}),
         ("--batch 4", {"batch": 4}),
         ("--micro-batches 2", {"micro_batches": 2}),
@@ -953,7 +964,9 @@ def test_the_command_exits_with_3_where_it_does_not_fit(
         ("--link-gbps 5", {"link_gbps": 5.0}),
         ("--memory-gbps 5", {"memory_gbps": 5.0}),
         ("--tflops 5", {"tflops": 5.0}),
-        ("--offload-percent 0.5", {"offload_percent": 0.5}),
+        ("--offload-percent 0.5", {"budget": Budget(offload_percent=0.5)}),
+        ("--vram-budget 2GiB", {"budget": Budget(vram_budget="2GiB")}),
+        ("--card 8 --ram-budget 6GiB", {"card": 8, "budget": Budget(ram_budget="6GiB")}),
         ("--margin 0.2", {"margin": 0.2}),
     ],
 )
@@ -1087,7 +1100,7 @@ def test_no_step_of_a_plan_is_shorter_than_the_least_that_it_names() -> None:
             ram="1GiB",
             rank=1,
             link_gbps=link,
-            offload_percent=0.8,
+            budget=Budget(offload_percent=0.8),
         )
         speed = found.speed
         assert speed.low_s is not None and speed.bound_s is not None

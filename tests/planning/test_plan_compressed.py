@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import oracle_offload
-from oracle_offload import cli
+from oracle_offload import Budget, cli
 from oracle_offload.engine import simulator
 from oracle_offload.host.sizes import parse_size
 from oracle_offload.planning.estimated import SHARES, Estimated
@@ -48,7 +48,9 @@ class Net(nn.Module):
         return output
 
 
-def planned(model: Any = None, share: float = 0.9, **options: Any) -> oracle_offload.Plan:
+def planned(
+    model: Any = None, share: float = 0.9, compress: str | None = None, **options: Any
+) -> oracle_offload.Plan:
     given: dict[str, Any] = dict(
         sample={"input": ((ROWS // 8, SIZE), "bfloat16")},
         batch=1,
@@ -57,7 +59,7 @@ def planned(model: Any = None, share: float = 0.9, **options: Any) -> oracle_off
         checkpointing=False,
         card=24,
         ram="64GB",
-        offload_percent=share,
+        budget=Budget(offload_percent=share, compress=compress),
         **RATES,
     )
     return oracle_offload.plan(Net() if model is None else model, **{**given, **options})

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import cli
+from oracle_offload import Budget, cli
 from oracle_offload._core import BACKWARD, FORWARD, RECOMPUTE
 from oracle_offload.engine import simulator
 from oracle_offload.engine.simulated_time import SimulatedTime
@@ -56,7 +56,7 @@ def test_a_step_is_as_the_engine_and_the_allocator_have_it(checkpointing: bool, 
         config=config,
         micro_batches=NUMBER,
         checkpointing=checkpointing,
-        offload_percent=0.5,
+        budget=Budget(offload_percent=0.5),
         **options,
         **RATES,
     )
@@ -115,7 +115,7 @@ def test_the_memory_of_micro_batches_is_as_planned(
         batch=2,
         checkpointing=checkpointing,
         ram="64GB",
-        offload_percent=0.5,
+        budget=Budget(offload_percent=0.5),
     )
     found = oracle_offload.plan(kind, micro_batches=NUMBER, **options)
     one = oracle_offload.plan(kind, **options).step.activations
@@ -177,7 +177,7 @@ def test_an_arena_below_one_block_fetches_it_for_each_micro_batch(
         kind,
         config=config,
         micro_batches=NUMBER,
-        offload_percent=0.9,
+        budget=Budget(offload_percent=0.9),
         rank=4,
         targets=TARGETS,
         sample=48,

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import oracle_offload
+from oracle_offload import Budget
 from oracle_offload.disk.source import DTYPES as STORED_DTYPES
 from oracle_offload.planning.source import hub_cache, source_of, switch_of
 
@@ -103,7 +104,9 @@ def test_headers_without_a_config_give_the_units_of_their_layers(tmp_path: Path,
 
     model = Net().requires_grad_(False)
     save_file(model.state_dict(), tmp_path / "net.safetensors")
-    found = oracle_offload.plan(tmp_path / "net.safetensors", offload_percent=1.0, ram="64GB")
+    found = oracle_offload.plan(
+        tmp_path / "net.safetensors", budget=Budget(offload_percent=1.0), ram="64GB"
+    )
     manager = oracle_offload.attach(model, "cpu")
     try:
         stats = manager.state.engine.stats(manager.attachment.model)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import oracle_offload
+from oracle_offload import Budget
 from oracle_offload._core import BACKWARD, FORWARD
 from oracle_offload.engine import simulator
 from oracle_offload.engine.geometry import tensor_bytes
@@ -78,14 +79,19 @@ def test_the_least_bytes_are_fewer_where_backward_ends_early(sim: Any) -> None:
         targets="adapter",
         card=24,
         ram="64GB",
-        offload_percent=1.0,
+        budget=Budget(offload_percent=1.0),
     )
     arena = found.fit.arena_bytes
     # The adapter is a layer of the planned model, and adapted by a LoRA there.
     assert found.fit.sweep_bytes == (17 * layer, 4 * layer)
     assert found.fit.x_min_bytes == max(0, 17 * layer - arena) + max(0, 4 * layer - arena)
     unknown = oracle_offload.plan(
-        Late(), measure=False, card=24, ram="64GB", offload_percent=1.0, targets="adapter"
+        Late(),
+        measure=False,
+        card=24,
+        ram="64GB",
+        budget=Budget(offload_percent=1.0),
+        targets="adapter",
     )
     assert unknown.fit.x_min_bytes == 2 * (17 * layer - arena) > found.fit.x_min_bytes
     assert "in a step that uses all of them forward" in unknown.sentence()
@@ -119,7 +125,7 @@ def test_the_bound_is_of_the_weights_that_each_half_computes_with() -> None:
             targets=target,
             card=24,
             ram="64GB",
-            offload_percent=1.0,
+            budget=Budget(offload_percent=1.0),
             link_gbps=0.5,
         )
         for target in ("11", "0")
@@ -135,7 +141,9 @@ def test_the_bound_is_of_the_weights_that_each_half_computes_with() -> None:
 def test_a_replay_that_fails_leaves_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     model = torch.nn.Sequential(torch.nn.Linear(256, 256))
-    options = dict(rank=1, card=24, ram="64GB", offload_percent=1.0, sample={"input": (4, 256)})
+    options = dict(
+        rank=1, card=24, ram="64GB", budget=Budget(offload_percent=1.0), sample={"input": (4, 256)}
+    )
     found = oracle_offload.plan(model, **options)
     assert found.verdict == "fits streamed"
     assert found.speed.step_s is None and "failed with code 1: nothing" in str(found)
@@ -214,7 +222,7 @@ def measured(name: str, budget: int) -> tuple[float, int]:
 
 def compare(name: str, share: float, rates: tuple[float, ...]) -> None:
     given = dict(zip(("link_gbps", "memory_gbps", "tflops", "launch_s"), rates, strict=True))
-    found = planned(name).on(24, ram="64GB", offload_percent=share, **given)
+    found = planned(name).on(24, ram="64GB", budget=Budget(offload_percent=share), **given)
     with simulator.device("rtx4090", **given):
         seconds, moved = measured(name, found.fit.arena_bytes)
     speed = found.speed
@@ -267,7 +275,7 @@ def by_hand(
         card=24,
         ram=host,
         vram="4MiB",
-        offload_percent=1.0,
+        budget=Budget(offload_percent=1.0),
         margin=0,
         measure=False,
         **options,
@@ -424,7 +432,11 @@ def test_a_replay_codes_whole_pairs_of_bytes_alone() -> None:
 def test_cards_that_share_a_link_upstream_have_as_much_less_of_it() -> None:
     def of(upstream: int) -> Any:
         return oracle_offload.plan(
-            Late(), sample={"input": (4, 256)}, ram="64GB", offload_percent=1.0, upstream=upstream
+            Late(),
+            sample={"input": (4, 256)},
+            ram="64GB",
+            budget=Budget(offload_percent=1.0),
+            upstream=upstream,
         )
 
     alone, shared = of(1), of(4)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import oracle_offload
+from oracle_offload import Budget
 from oracle_offload.planning.storage import QUANTISED, _output_layer
 
 plan = functools.partial(oracle_offload.plan, measure=False)
@@ -206,7 +207,7 @@ def test_a_part_that_torchscript_compiled_stays_resident_in_a_plan_too(sim: Any)
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(3)])
     model[1] = torch.jit.script(nn.Sequential(model[1], nn.ReLU()))
     model.requires_grad_(False)
-    found = plan(model, offload_percent=1.0, card=24, ram="64GB")
+    found = plan(model, budget=Budget(offload_percent=1.0), card=24, ram="64GB")
     manager = oracle_offload.attach(model, "cpu", offload_percent=1.0)
     try:
         stats = manager.state.engine.stats(manager.attachment.model)
@@ -224,7 +225,14 @@ def test_a_part_that_torchscript_compiled_stays_resident_in_a_plan_too(sim: Any)
 @pytest.mark.parametrize("how", ["int8", "fp8", "qfloat8", "nf4"])
 def test_quantised_weights_are_as_their_library_keeps_them(how: str, sim: Any) -> None:
     model = quantised(how)
-    found = plan(net(), quantize=how, targets=("0", "2"), card=24, ram="64GB", offload_percent=1.0)
+    found = plan(
+        net(),
+        quantize=how,
+        targets=("0", "2"),
+        card=24,
+        ram="64GB",
+        budget=Budget(offload_percent=1.0),
+    )
     manager = oracle_offload.attach(model, "cpu")
     try:
         stats = manager.state.engine.stats(manager.attachment.model)
@@ -248,7 +256,7 @@ def test_units_floor_and_x_min_are_those_of_an_attach(
 ) -> None:
     model = loaded(name, tmp_path).requires_grad_(False)
     kind, config = architectures.class_and_config(name)
-    found = plan(kind, config=config, offload_percent=percent, card=24, ram="64GB")
+    found = plan(kind, config=config, budget=Budget(offload_percent=percent), card=24, ram="64GB")
     manager = oracle_offload.attach(model, "cpu", offload_percent=percent)
     try:
         stats = manager.state.engine.stats(manager.attachment.model)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import oracle_offload
-from oracle_offload import cli
+from oracle_offload import Budget, cli
 from oracle_offload.engine import simulator
 from oracle_offload.model.witness import Witness
 from oracle_offload.planning.measure import Stage, Step
@@ -77,7 +77,7 @@ def planned_lora() -> oracle_offload.Plan:
         optimizer="sgd",
         sample=16,
         ram="64GB",
-        offload_percent=1.0,
+        budget=Budget(offload_percent=1.0),
         **RATES,
     )
 
@@ -187,7 +187,7 @@ def test_a_full_training_sends_its_gradients_to_the_host(number: int, sim: Any) 
         optimizer="sgd",
         card=24,
         ram="64GB",
-        offload_percent=1.0,
+        budget=Budget(offload_percent=1.0),
         measure=False,
         micro_batches=number,
     )
@@ -250,7 +250,7 @@ def full() -> oracle_offload.Plan:
         dtype="bf16",
         card=24,
         ram="1GiB",
-        offload_percent=1.0,
+        budget=Budget(offload_percent=1.0),
         measure=False,
     )
     speed = Speed(1.5, 1.75, 2.0, 1.0, 0.5, 1.0, 5000.0, "link")

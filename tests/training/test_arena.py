@@ -432,8 +432,15 @@ def test_what_is_free_is_counted_without_what_is_still_to_come():
     """Nine tenths of what is free, less what is kept there for good and what codes pass through."""
     kept = SimpleNamespace(bytes=3 << 20, bytes_to_come=lambda device: 1 << 20)
     for simulated, to_come in ((True, 3 << 20), (False, 1 << 20)):
-        state = SimpleNamespace(simulated=simulated, device="a card", free_bytes=lambda: 10 << 20)
-        found = managers._capacity(state, [], [1 << 30], 1 << 20, 1.0, "auto", kept, 2 << 20)
+        engine = SimpleNamespace(mem_info=lambda: (10 << 20, 16 << 20))
+        state = SimpleNamespace(
+            simulated=simulated, device="a card", engine=engine, free_bytes=lambda: 10 << 20
+        )
+        budget = oracle_offload.Budget(vram_budget="auto")
+        placed = managers._Placed(
+            budget, {}, [], kept, [1 << 30], 1 << 20, None, None, None, None, None
+        )
+        found = managers._capacity(state, placed, 2 << 20)
         expected = int(0.9 * ((10 << 20) - to_come - (2 << 20)))
         assert expected - _core.ALIGNMENT < found <= expected
 

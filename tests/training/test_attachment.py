@@ -21,7 +21,7 @@ from oracle_offload.host.sizes import format_size
 from oracle_offload.model import masters, selection
 from oracle_offload.model.arena import Arena
 from oracle_offload.model.attachment import close_leftovers
-from oracle_offload.model.budget import Budget, Change, Reading
+from oracle_offload.model.auto_budget import AutoBudget, Change, Reading
 
 LAYER = 64 << 10  # bytes of one of `tower`, a unit of its own
 FLOOR = 2 * LAYER
@@ -94,13 +94,13 @@ def test_of_compressed_weights_those_travel_that_get_smallest(tmp_path, monkeypa
 def told(monkeypatch):
     """What budgets were told, in order."""
     rows = []
-    after_step = Budget.after_step
+    after_step = AutoBudget.after_step
 
     def telling(budget, *arguments):
         rows.append((budget, *arguments))
         return after_step(budget, *arguments)
 
-    monkeypatch.setattr(Budget, "after_step", telling)
+    monkeypatch.setattr(AutoBudget, "after_step", telling)
     return rows
 
 
@@ -128,7 +128,7 @@ def test_a_budget_is_told_what_the_device_has_and_how_many_grow(sim, told, peaks
         attached(plain) as third,
     ):
         arenas = [manager.attachment.arena for manager in (first, second, third)]
-        budgets = [manager.attachment.budget for manager in (first, second)]
+        budgets = [manager.attachment.auto_budget for manager in (first, second)]
         free, total = first.state.engine.mem_info()
         most = [6 * LAYER + FLOOR, 4 * LAYER + FLOOR]
         step(one, other, plain)
@@ -168,10 +168,10 @@ def test_a_budget_begins_anew_where_another_model_came(sim, told, peaks):
     model = tower()
     with attached(model, vram_budget="auto") as manager:
         step(model)
-        assert len(told) == 1 and manager.attachment.budget.changes == 0, "there is no room"
+        assert len(told) == 1 and manager.attachment.auto_budget.changes == 0, "there is no room"
         with attached(nn.Linear(8, 8)):
             step(model)
-            assert len(told) == 1 and manager.attachment.budget.window == 0
+            assert len(told) == 1 and manager.attachment.auto_budget.window == 0
             assert len(peaks) == 2
             step(model)
             assert len(told) == 2
@@ -215,7 +215,7 @@ def test_an_arena_that_cannot_grow_is_told_in_a_line_and_counted(monkeypatch, ca
         caplog.clear()
         step(model)
         assert caplog.messages == [f"Sequential: the arena should be {wanted[0]}: no room"]
-        assert not seen and manager.attachment.budget.changes == 1
+        assert not seen and manager.attachment.auto_budget.changes == 1
         monkeypatch.setattr(Arena, "_lend", lend)
         for _ in range(10):
             step(model)

@@ -143,7 +143,7 @@ def test_the_bits_of_a_training_stay_the_same(sim, monkeypatch, device, kind, wi
         with Witness() if witnessed else contextlib.nullcontext():
             losses = train(managed, 24, device, held.step)
         assert manager.state.engine.stats()["h2d_bytes"] > 0
-        changes = manager.attachment.budget.changes
+        changes = manager.attachment.auto_budget.changes
         held.let_go()
     assert_same([loss.cpu() for loss in losses], expected)
     assert_same(managed.head.weight.data.cpu(), resident.head.weight.data)
@@ -248,7 +248,7 @@ def test_a_second_optimizer_is_no_second_step(sim, monkeypatch):
     ):
         held.manager = manager
         seen = []
-        budget = manager.attachment.budget
+        budget = manager.attachment.auto_budget
         after_step = budget.after_step
         monkeypatch.setattr(budget, "after_step", lambda *a: seen.append(a) or after_step(*a))
         others = torch.optim.SGD([nn.Parameter(torch.zeros(1))])

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from oracle_offload.model.budget import MARGIN, Budget, Reading
+from oracle_offload.model.auto_budget import MARGIN, AutoBudget, Reading
 
 RECORDED = Path(__file__).parents[1] / "data" / "allocator"
 FLOOR, MOST, GRAIN = 1 << 20, 1 << 30, 1 << 18
@@ -58,7 +58,7 @@ class Card:
 
 def follow(kind, total, spills=False):
     """Train on a card; return the size of the arena in each step, and whether the step fitted."""
-    card, budget, arena = Card(total, spills), Budget(), FLOOR
+    card, budget, arena = Card(total, spills), AutoBudget(), FLOOR
     steps = []
     for row in recorded(kind):
         steps.append((arena, card.step(row, arena)))
@@ -111,19 +111,19 @@ def test_what_is_spilt_is_no_room():
     """Torch holds more than the device has: the rest lies in shared memory."""
     spilt = Reading(100 << 20, 0, 120 << 20, 120 << 20, 0)
     assert spilt.cap_bytes == 100 << 20
-    change = Budget().after_step(spilt, 50 << 20, FLOOR, MOST, GRAIN)
+    change = AutoBudget().after_step(spilt, 50 << 20, FLOOR, MOST, GRAIN)
     assert change.bytes <= (100 - 70) << 20
 
 
 def test_a_memory_fraction_is_the_cap():
     limited = Reading(100 << 20, 60 << 20, 40 << 20, 30 << 20, 0, limit_bytes=50 << 20)
     assert limited.cap_bytes == 50 << 20
-    change = Budget().after_step(limited, FLOOR, FLOOR, MOST, GRAIN)
+    change = AutoBudget().after_step(limited, FLOOR, FLOOR, MOST, GRAIN)
     assert change.bytes == (int(50 * (1 << 20) * 0.95) - (29 << 20)) // 256 * 256
 
 
 def test_a_failure_takes_half_of_what_is_beyond_the_floor_and_calm_gives_back():
-    budget, size = Budget(), 33 << 20
+    budget, size = AutoBudget(), 33 << 20
     failing = Reading(100 << 20, 0, 100 << 20, 95 << 20, 1)
     change = budget.after_step(failing, size, FLOOR, MOST, GRAIN)
     assert change.why == "torch ran out of device memory" and change.bytes == 17 << 20
@@ -139,7 +139,7 @@ def test_a_failure_takes_half_of_what_is_beyond_the_floor_and_calm_gives_back():
 
 @pytest.mark.parametrize(("failures", "patience"), [(1, 8), (2, 16), (3, 32), (9, 512)])
 def test_every_failure_doubles_the_calm_steps_before_it_grows_again(failures, patience):
-    budget = Budget()
+    budget = AutoBudget()
     reading = Reading(100 << 20, 90 << 20, 10 << 20, 9 << 20, 0)
     for number in range(failures):
         failed = Reading(100 << 20, 90 << 20, 10 << 20, 9 << 20, number + 1)
@@ -154,22 +154,22 @@ def test_every_failure_doubles_the_calm_steps_before_it_grows_again(failures, pa
 
 def test_failures_from_before_the_first_step_are_not_its_own():
     reading = Reading(100 << 20, 60 << 20, 40 << 20, 30 << 20, 7)
-    assert Budget(7).after_step(reading, FLOOR, FLOOR, MOST, GRAIN).bytes > FLOOR
-    assert Budget(6).after_step(reading, FLOOR, FLOOR, MOST, GRAIN) is None
+    assert AutoBudget(7).after_step(reading, FLOOR, FLOOR, MOST, GRAIN).bytes > FLOOR
+    assert AutoBudget(6).after_step(reading, FLOOR, FLOOR, MOST, GRAIN) is None
 
 
 def test_it_takes_no_more_than_the_model_can_use():
-    assert Budget().after_step(CALM, FLOOR, FLOOR, 20 << 20, GRAIN).bytes == 20 << 20
+    assert AutoBudget().after_step(CALM, FLOOR, FLOOR, 20 << 20, GRAIN).bytes == 20 << 20
     near = (20 << 20) - 512  # less than a grain is missing
-    assert Budget().after_step(CALM, near, FLOOR, 20 << 20, GRAIN).bytes == 20 << 20
-    assert Budget().after_step(CALM, near, FLOOR, 20 << 20, GRAIN, sharing=2).bytes == 20 << 20
-    assert Budget().after_step(CALM, 20 << 20, FLOOR, 20 << 20, GRAIN) is None
+    assert AutoBudget().after_step(CALM, near, FLOOR, 20 << 20, GRAIN).bytes == 20 << 20
+    assert AutoBudget().after_step(CALM, near, FLOOR, 20 << 20, GRAIN, sharing=2).bytes == 20 << 20
+    assert AutoBudget().after_step(CALM, 20 << 20, FLOOR, 20 << 20, GRAIN) is None
 
 
 def test_one_grain_beyond_the_floor_is_of_use():
-    assert Budget().after_step(CALM, FLOOR, FLOOR, FLOOR + GRAIN, GRAIN).bytes == FLOOR + GRAIN
-    assert Budget().after_step(CALM, FLOOR, FLOOR, FLOOR + GRAIN - 256, GRAIN) is None
-    shared = Budget().after_step(CALM, FLOOR, FLOOR, FLOOR + 2 * GRAIN, GRAIN, sharing=2)
+    assert AutoBudget().after_step(CALM, FLOOR, FLOOR, FLOOR + GRAIN, GRAIN).bytes == FLOOR + GRAIN
+    assert AutoBudget().after_step(CALM, FLOOR, FLOOR, FLOOR + GRAIN - 256, GRAIN) is None
+    shared = AutoBudget().after_step(CALM, FLOOR, FLOOR, FLOOR + 2 * GRAIN, GRAIN, sharing=2)
     assert shared.bytes == FLOOR + GRAIN, "its half is a grain"
 
 
@@ -178,22 +178,22 @@ def test_changes_that_do_not_pay_are_left():
     for left, expected in ((4 << 20, True), ((4 << 20) - 512, False)):
         peak = (95 << 20) - left
         reading = Reading(100 << 20, 5 << 20, 95 << 20, peak, 0)
-        change = Budget().after_step(reading, size, FLOOR, MOST, GRAIN)
+        change = AutoBudget().after_step(reading, size, FLOOR, MOST, GRAIN)
         assert (change is not None) is expected
     for peak, shrinks in ((97 << 20, False), (195 << 19, False), ((195 << 19) + 1, True)):
         reading = Reading(100 << 20, 5 << 20, 95 << 20, peak, 0)
-        change = Budget().after_step(reading, size, FLOOR, MOST, GRAIN)
+        change = AutoBudget().after_step(reading, size, FLOOR, MOST, GRAIN)
         assert (change is not None) is shrinks, "half of the margin may be taken"
 
 
 def test_several_arenas_share_what_is_left():
-    alone = Budget().after_step(CALM, FLOOR, FLOOR, MOST, GRAIN)
-    shared = Budget().after_step(CALM, FLOOR, FLOOR, MOST, GRAIN, sharing=3)
+    alone = AutoBudget().after_step(CALM, FLOOR, FLOOR, MOST, GRAIN)
+    shared = AutoBudget().after_step(CALM, FLOOR, FLOOR, MOST, GRAIN, sharing=3)
     assert shared.bytes - FLOOR == (alone.bytes - FLOOR) // 3 // 256 * 256
 
 
 def test_a_peak_is_remembered_for_a_window_and_the_next():
-    budget = Budget()
+    budget = AutoBudget()
     high = Reading(100 << 20, 60 << 20, 40 << 20, 90 << 20, 0)
     assert budget.after_step(high, FLOOR, FLOOR, MOST, GRAIN).bytes == 6 << 20
     for number in range(2, 129):
@@ -201,7 +201,7 @@ def test_a_peak_is_remembered_for_a_window_and_the_next():
         assert found.bytes == 6 << 20, number
         assert budget.window == (number - 1) % 64 + 1
     assert budget.after_step(CALM, FLOOR, FLOOR, MOST, GRAIN).bytes > 60 << 20
-    budget = Budget()
+    budget = AutoBudget()
     budget.after_step(high, FLOOR, FLOOR, MOST, GRAIN)
     budget.begin_anew()
     assert budget.window == 0
@@ -209,12 +209,12 @@ def test_a_peak_is_remembered_for_a_window_and_the_next():
 
 
 def test_less_than_was_asked_for_counts_as_a_failure():
-    budget = Budget()
+    budget = AutoBudget()
     assert budget.last is None
     change = budget.after_step(CALM, FLOOR, FLOOR, MOST, GRAIN)
     budget.changed(change, change.bytes)
     assert budget.after_step(CALM, FLOOR, FLOOR, MOST, GRAIN) == change, "it got all of it"
-    budget = Budget()
+    budget = AutoBudget()
     assert budget.after_step(CALM, FLOOR, FLOOR, MOST, GRAIN) == change
     budget.changed(change, FLOOR)
     assert budget.changes == 1 and budget.last.bytes == FLOOR
@@ -234,7 +234,7 @@ def test_no_reading_asks_for_more_than_the_device_has():
         capacity = max(capacity // 256 * 256, floor)
         free = rng.randrange(total - reserved + 1)
         reading = Reading(total, free, reserved, peak, rng.randrange(2))
-        change = Budget().after_step(
+        change = AutoBudget().after_step(
             reading, capacity, floor, rng.randrange(capacity, total + 1), rng.randrange(1, 1 << 20)
         )
         if change is None:
@@ -246,7 +246,7 @@ def test_no_reading_asks_for_more_than_the_device_has():
 
 def failed_once():
     """A budget after a failure, on its floor; then eight calm steps are due."""
-    budget = Budget()
+    budget = AutoBudget()
     assert budget.after_step(failing(1), FLOOR, FLOOR, MOST, GRAIN) is None
     return budget
 
