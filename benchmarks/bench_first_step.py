@@ -83,7 +83,7 @@ def run(path: str | None, share: float) -> tuple[float, float, int, int]:
 
     import oracle_offload
     from oracle_offload.engine import simulator
-    from oracle_offload.model.kept import OFFLOADED
+    from oracle_offload.model.budget import OFFLOADED
     from oracle_offload.model.witness import Witness
 
     torch.manual_seed(0)

@@ -25,10 +25,10 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
     model.requires_grad_(False)
     beside = nn.ParameterList(nn.Parameter(torch.zeros(8, 8)) for _ in range(LAYERS)).to(device)
     manager = oracle_offload.attach(model, device)
-    alarm, pause = oracle_offload.IdleAlarm(beside), oracle_offload.ThermalPause()
+    alarm, pause = oracle_offload.train.IdleAlarm(beside), oracle_offload.train.ThermalPause()
     guards: dict[str, Callable[[int], object]] = {
-        "pressure_monitor": oracle_offload.PressureMonitor().step,
-        "vram_manager": oracle_offload.VramManager().step,
+        "pressure_monitor": oracle_offload.train.PressureMonitor().step,
+        "vram_manager": oracle_offload.train.VramManager().step,
         "thermal_pause": lambda step: pause.step(),
         "idle_alarm": lambda step: alarm.step(),
     }

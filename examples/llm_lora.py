@@ -92,7 +92,9 @@ def by_trainer(args: argparse.Namespace, model: Any, data: texts.Texts) -> None:
         )
         return {"input_ids": tokens.clamp(min=0), "labels": tokens}
 
-    metrics = oracle_offload.MetricsFile(Path(args.output) / "metrics.jsonl", device=args.device)
+    metrics = oracle_offload.observe.MetricsFile(
+        Path(args.output) / "metrics.jsonl", device=args.device
+    )
     with metrics:
         trainer = Trainer(
             model,

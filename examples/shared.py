@@ -116,7 +116,7 @@ def run(example: Callable[[argparse.Namespace], object], args: argparse.Namespac
         say(f"error: {error}")
         return 2
     except Exception as error:
-        if oracle_offload.is_oom(error):
+        if oracle_offload.diagnose.is_oom(error):
             say(str(oracle_offload.explain_oom(error)))
         elif not isinstance(error, oracle_offload.OffloadError | OSError):
             raise
@@ -245,14 +245,14 @@ class Training:
             say(f"note: {made.why}")
         self.optimizer = made.optimizer
         self.amp = MixedPrecision(args.device, args.amp)
-        self.parts = oracle_offload.AdaptiveBatch(
+        self.parts = oracle_offload.train.AdaptiveBatch(
             model,
             self._in_precision(loss_of),
             size=args.at_once or args.batch_size,
             weight_of=weight_of,
             scaler=self.amp.scaler,
         )
-        self.checkpoint = oracle_offload.Checkpoint(
+        self.checkpoint = oracle_offload.train.Checkpoint(
             self.folder / "state.pt",
             model,
             optimizer=self.optimizer,
@@ -263,7 +263,7 @@ class Training:
         self.done = (self.checkpoint.load() or 0) if args.resume else 0
         if self.done:
             say(f"resumed behind step {self.done}")
-        self.alarm = oracle_offload.IdleAlarm(model, scaler=self.amp.scaler)
+        self.alarm = oracle_offload.train.IdleAlarm(model, scaler=self.amp.scaler)
         self._seen: AttentionBackends | None = None
         self._open = contextlib.ExitStack()
 
@@ -274,7 +274,7 @@ class Training:
             self._open.enter_context(oracle_offload.record(args.record))
         if args.attention:
             self._open.enter_context(sdpa_kernel([ATTENTION[args.attention]]))
-        metrics = oracle_offload.MetricsFile(path, device=args.device, sensors=True)
+        metrics = oracle_offload.observe.MetricsFile(path, device=args.device, sensors=True)
         self.metrics = self._open.enter_context(metrics)
         return self
 
@@ -325,7 +325,7 @@ class Training:
         path.parent.mkdir(exist_ok=True)
         self.model.eval()
         try:
-            with oracle_offload.phase("sampling"), torch.no_grad(), self.amp.autocast():
+            with oracle_offload.observe.phase("sampling"), torch.no_grad(), self.amp.autocast():
                 yield path
         finally:
             self.model.train()

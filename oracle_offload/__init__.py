@@ -12,113 +12,60 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# Public name -> the module that defines it. One line per name: this table is the public API.
+# Public name -> the module that defines it. One line per name: this table is the public API, with
+# the rooms below it, whose names are in their `__init__`.
 _PUBLIC = {
-    "AdaptiveBatch": "train.survive.adaptive_batch",
     "Budget": "model.budget",
-    "BatchResult": "train.survive.batch_size",
-    "Checkpoint": "train.survive.checkpoint",
-    "Cleanup": "train.survive.memory",
-    "CopyCounter": "train.survive.copies",
     "DriverError": "errors",
-    "FirstStepProof": "train.survive.proof",
-    "Idle": "train.survive.idle",
-    "IdleAlarm": "train.survive.idle",
     "MemoryManager": "manager",
-    "MemoryReport": "observe.summary",
-    "Meter": "observe.meter",
-    "MetricsFile": "observe.metrics",
-    "MetricsRun": "observe.metrics",
     "NoRoomError": "errors",
     "OffloadError": "errors",
-    "OomReport": "diagnose.explain",
-    "Plan": "planning",
-    "PressureMonitor": "train.survive.pressure",
-    "Recorder": "observe.recorder",
-    "Recording": "observe.recording",
     "StaleWeightsError": "errors",
-    "ThermalPause": "train.survive.thermal",
-    "VramManager": "train.survive.vram_manager",
-    "WorkerBudget": "train.survive.workers",
     "accumulate": "train.micro_batches.accumulate",
     "attach": "manager",
-    "build_info": "host.build_record",
-    "cleanup": "train.survive.memory",
-    "configure_allocator": "diagnose.doctor.allocator",
-    "emergency_minimal_operations": "train.survive.attempts",
     "empty_weights": "disk.empty",
     "explain_oom": "diagnose.explain",
     "explained_oom": "diagnose.explain",
-    "find_batch_size": "train.survive.batch_size",
-    "first_step_proof": "train.survive.proof",
     "from_pretrained": "train.pretrained",
-    "get_detailed_memory_info": "train.survive.memory",
-    "is_oom": "diagnose.explain",
     "memory_summary": "observe.summary",
-    "phase": "observe.recorder",
     "plan": "planning",
-    "read_metrics": "observe.metrics",
-    "read_recording": "observe.recording",
     "record": "observe.recorder",
     "save_weights": "disk.saving",
-    "set_memory_fraction": "train.survive.memory",
-    "track_copies": "train.survive.copies",
-    "worker_budgets": "train.survive.workers",
+}
+_ROOMS = {
+    "aitoolkit": "aitoolkit",
+    "diagnose": "diagnose",
+    "host": "host",
+    "observe": "observe",
+    "planning": "planning",
+    "train": "train",
 }
 
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
 
 if TYPE_CHECKING:
-    from .diagnose.doctor.allocator import configure_allocator as configure_allocator
-    from .diagnose.explain import OomReport as OomReport
+    from . import aitoolkit as aitoolkit
+    from . import diagnose as diagnose
+    from . import host as host
+    from . import observe as observe
+    from . import planning as planning
+    from . import train as train
     from .diagnose.explain import explain_oom as explain_oom
     from .diagnose.explain import explained_oom as explained_oom
-    from .diagnose.explain import is_oom as is_oom
     from .disk.empty import empty_weights as empty_weights
     from .disk.saving import save_weights as save_weights
     from .errors import DriverError as DriverError
     from .errors import NoRoomError as NoRoomError
     from .errors import OffloadError as OffloadError
     from .errors import StaleWeightsError as StaleWeightsError
-    from .host.build_record import build_info as build_info
     from .manager import MemoryManager as MemoryManager
     from .manager import attach as attach
     from .model.budget import Budget as Budget
-    from .observe.meter import Meter as Meter
-    from .observe.metrics import MetricsFile as MetricsFile
-    from .observe.metrics import MetricsRun as MetricsRun
-    from .observe.metrics import read_metrics as read_metrics
-    from .observe.recorder import Recorder as Recorder
-    from .observe.recorder import phase as phase
     from .observe.recorder import record as record
-    from .observe.recording import Recording as Recording
-    from .observe.recording import read_recording as read_recording
-    from .observe.summary import MemoryReport as MemoryReport
     from .observe.summary import memory_summary as memory_summary
-    from .planning import Plan as Plan
     from .planning import plan as plan
     from .train.micro_batches.accumulate import accumulate as accumulate
     from .train.pretrained import from_pretrained as from_pretrained
-    from .train.survive.adaptive_batch import AdaptiveBatch as AdaptiveBatch
-    from .train.survive.attempts import emergency_minimal_operations as emergency_minimal_operations
-    from .train.survive.batch_size import BatchResult as BatchResult
-    from .train.survive.batch_size import find_batch_size as find_batch_size
-    from .train.survive.checkpoint import Checkpoint as Checkpoint
-    from .train.survive.copies import CopyCounter as CopyCounter
-    from .train.survive.copies import track_copies as track_copies
-    from .train.survive.idle import Idle as Idle
-    from .train.survive.idle import IdleAlarm as IdleAlarm
-    from .train.survive.memory import Cleanup as Cleanup
-    from .train.survive.memory import cleanup as cleanup
-    from .train.survive.memory import get_detailed_memory_info as get_detailed_memory_info
-    from .train.survive.memory import set_memory_fraction as set_memory_fraction
-    from .train.survive.pressure import PressureMonitor as PressureMonitor
-    from .train.survive.proof import FirstStepProof as FirstStepProof
-    from .train.survive.proof import first_step_proof as first_step_proof
-    from .train.survive.thermal import ThermalPause as ThermalPause
-    from .train.survive.vram_manager import VramManager as VramManager
-    from .train.survive.workers import WorkerBudget as WorkerBudget
-    from .train.survive.workers import worker_budgets as worker_budgets
 
 
 def _not_built() -> ImportError:
@@ -133,6 +80,8 @@ def __getattr__(name: str) -> object:
     try:
         if name == "_core":  # `from . import _core` asks here first
             return importlib.import_module("._core", __name__)
+        if name in _ROOMS:
+            return importlib.import_module(f"{__name__}.{_ROOMS[name]}")
         if name not in _PUBLIC:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
@@ -172,4 +121,4 @@ def unload_ipython_extension(ipython: object) -> None:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted({*globals(), *_PUBLIC, *_ROOMS})

@@ -34,6 +34,24 @@ NOTES: dict[str, dict[str, str]] = {
         ),
         "is not a number in [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
         "is outside [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
+        "set_budget() needs a budget=": (
+            'Say what changes: `manager.set_budget(vram_budget="20GiB")`, or an `offload_percent`.'
+        ),
+        "which set_budget does not change": (
+            "`ram_budget`, `lock` and `compress` say where the masters are, which attach decides."
+        ),
+        "and what was learned of blocks": (
+            "An arena needs its floor, which grows to the largest checkpointed block that was seen."
+        ),
+        "is no oracle_offload.Budget": (
+            "`budget` takes an `oracle_offload.Budget(...)`; a size alone is `vram_budget`."
+        ),
+        "beside budget=: give each": (
+            "A budget says all five: `Budget(vram_budget=..., lock=...)`, and nothing beside it."
+        ),
+        "and none of the rates": (
+            "`plan` takes measured rates by name: `link_gbps`, `memory_gbps`, `tflops`, `launch_s`."
+        ),
         "compress=… is none of": (
             '`compress` is `None`, `"lossless"` or `"auto"`; [lossless.md](lossless.md) says what '
             "they do."
@@ -52,7 +70,7 @@ NOTES: dict[str, dict[str, str]] = {
         ),
         "is attached already; detach it first (": (
             "Attach a model once; `MemoryManager.detach(model)` ends it. To change a budget, "
-            "detach and attach again."
+            "`manager.set_budget(...)`."
         ),
         "then attach the whole model once": (
             "A part of the model was attached before. Detach that part, then attach the whole."

@@ -167,7 +167,7 @@ def terminal() -> str:
     from rich.text import Text
     from summary_page import trained
 
-    from oracle_offload import Meter
+    from oracle_offload.observe import Meter
     from oracle_offload.observe.heartbeat import pulse
     from oracle_offload.observe.live import Live
     from oracle_offload.observe.screen import Screen

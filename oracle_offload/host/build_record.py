@@ -1,7 +1,7 @@
 """What this installation was built with, and why anything is not there.
 
 Not called build_info.py: importing a submodule of that name would replace the public function
-`oracle_offload.build_info` by the module.
+`oracle_offload.host.build_info` by the module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def build_info() -> dict[str, Any]:
 
     Examples
     --------
-    >>> from oracle_offload import build_info
+    >>> from oracle_offload.host import build_info
     >>> build_info()["schema"]
     'oracle_offload/build-info/1'
     """

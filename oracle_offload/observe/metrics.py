@@ -45,7 +45,7 @@ class MetricsFile:
     --------
     In a loop of one's own::
 
-        with oracle_offload.MetricsFile("metrics.jsonl") as metrics:
+        with oracle_offload.observe.MetricsFile("metrics.jsonl") as metrics:
             for step, batch in enumerate(loader):
                 ...
                 optimizer.step()

@@ -237,7 +237,7 @@ class Recorder:
     # ---- phases ----
 
     def phase(self, name: str) -> _Phase:
-        """Say what is being done from now on, as `oracle_offload.phase` does.
+        """Say what is being done from now on, as `oracle_offload.observe.phase` does.
 
         One line tells the change, in `lines` and in the log: what torch has allocated (on the
         simulated device: what is not free), how much it has grown since the phase before began,
@@ -788,7 +788,7 @@ def phase(name: str) -> _Phase:
     Returns
     -------
     context manager
-        ``with oracle_offload.phase("sampling"):`` goes back to the phase before at its end.
+        ``with oracle_offload.observe.phase("sampling"):`` goes back to the phase before at its end.
     """
     with _current_lock:
         current = _current

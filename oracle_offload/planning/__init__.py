@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import TYPE_CHECKING
+
+# Public name -> the module that defines it, imported where the name is first used.
+_NAMES = {
+    "Plan": "planner",
+    "plan": "planner",
+}
+
+__all__ = [*_NAMES]  # noqa: PLE0604
 
 if TYPE_CHECKING:
-    from .planner import Plan, plan
+    from .planner import Plan as Plan
+    from .planner import plan as plan
 
-__all__ = ["Plan", "plan"]
 
-
-def __getattr__(name: str) -> Any:
-    """Import the planner, and so torch, where it is asked for: names of models need neither."""
-    if name not in __all__:
+def __getattr__(name: str) -> object:
+    if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import planner
-
-    return getattr(planner, name)
+    return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)

@@ -21,10 +21,11 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oracle_offload import cli, read_metrics, read_recording
+from oracle_offload import cli
 from oracle_offload.commands import bench
 from oracle_offload.engine.engines import open_states
 from oracle_offload.model.witness import Witness
+from oracle_offload.observe import read_metrics, read_recording
 from oracle_offload.train.recipes import mixed_precision
 
 ROOT = Path(__file__).parents[2]
@@ -183,7 +184,7 @@ def test_a_training_that_is_interrupted_goes_on_with_the_same_bits(
     example, _, flags = TRAININGS["lora" if name == "float16" else name]
     flags = (*flags, "--steps", 3, "--save-every", 2)
     whole = run(example, "whole", *flags)
-    log = shared.oracle_offload.MetricsFile.append
+    log = shared.oracle_offload.observe.MetricsFile.append
 
     def interrupt(metrics, numbers):
         if numbers["step"] == 3:
@@ -191,7 +192,7 @@ def test_a_training_that_is_interrupted_goes_on_with_the_same_bits(
         log(metrics, numbers)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared.oracle_offload.MetricsFile, "append", interrupt)
+        patch.setattr(shared.oracle_offload.observe.MetricsFile, "append", interrupt)
         if "Trainer" in name:
             patch.setattr(llm_lora, "TrainerCallback", interrupting(patch))
         said = run(example, "parts", *flags, code=130)

@@ -25,8 +25,9 @@ from test_trainer import trainer as transformers_trainer
 from tqdm import tqdm
 
 import oracle_offload
-from oracle_offload import MetricsFile, OffloadError, read_metrics
+from oracle_offload import OffloadError
 from oracle_offload.engine import simulator
+from oracle_offload.observe import MetricsFile, read_metrics
 from oracle_offload.train import integrations
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,7 +206,7 @@ def test_of_what_is_logged_the_numbers_are_handed_over(model):
         )
     finally:
         AcceleratorState._reset_state(True)
-    measured = oracle_offload.Meter().read().keys()
+    measured = oracle_offload.observe.Meter().read().keys()
     for numbers, step in zip(seen[:3], (5, 6, 5), strict=True):
         assert numbers.items() >= {"train_loss": 1.0, "epoch": 0, "step": step}.items()
         assert numbers.keys() - measured == ordinary.keys()

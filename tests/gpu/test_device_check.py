@@ -39,7 +39,7 @@ def test_an_engine_on_the_card_sees_the_device_that_torch_sees(engine: _core.Eng
 
 
 def test_spin_keeps_its_stream_busy_for_the_time_asked_and_no_other(engine: _core.Engine) -> None:
-    kernels = oracle_offload.build_info()["kernels"]
+    kernels = oracle_offload.host.build_info()["kernels"]
     if not kernels["built"]:
         pytest.skip(f"built without kernels: {kernels['why_not']}")
     busy, free = torch.cuda.Stream(), torch.cuda.Stream()

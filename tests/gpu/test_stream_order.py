@@ -63,7 +63,7 @@ def step(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 @pytest.mark.parametrize("offload", [1.0, 0.5])
 def test_slow_kernels_keep_their_slots(offload: float) -> None:
-    if not oracle_offload.build_info()["kernels"]["built"]:
+    if not oracle_offload.host.build_info()["kernels"]["built"]:
         pytest.skip("built without kernels")
     model, resident = pair()
     manager = oracle_offload.attach(model, "cuda", offload_percent=offload)
@@ -90,7 +90,7 @@ def test_kernels_wait_for_slow_copies() -> None:
 
 
 def test_two_streams_use_one_model() -> None:
-    if not oracle_offload.build_info()["kernels"]["built"]:
+    if not oracle_offload.host.build_info()["kernels"]["built"]:
         pytest.skip("built without kernels")
     model, resident = pair()
     manager = oracle_offload.attach(model, "cuda", offload_percent=1.0)

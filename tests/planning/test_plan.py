@@ -759,13 +759,13 @@ class Blocks(nn.Sequential):
         """Is asked for by the plan."""
 
 
-def timed(found: oracle_offload.Plan, step: Any = None) -> oracle_offload.Plan:
+def timed(found: oracle_offload.planning.Plan, step: Any = None) -> oracle_offload.planning.Plan:
     """The plan with a step of known time, and of known activations."""
     known = Speed(0.5, 0.75, 1.5, 0.625, 0.25, 0.7, 2.5e9, "link")
     return replace(found, speed=known, step=found.step if step is None else step)
 
 
-def shown() -> dict[str, oracle_offload.Plan]:
+def shown() -> dict[str, oracle_offload.planning.Plan]:
     """Plans of each verdict, with and without what may be missing."""
     plan = functools.partial(oracle_offload.plan, measure=False, margin=0)
     kib = 1024
@@ -805,7 +805,7 @@ def shown() -> dict[str, oracle_offload.Plan]:
 
 
 @pytest.fixture(scope="module")
-def every() -> dict[str, oracle_offload.Plan]:
+def every() -> dict[str, oracle_offload.planning.Plan]:
     return shown()
 
 
@@ -818,7 +818,7 @@ SHOWN = (
 @pytest.mark.parametrize("how", ["txt", "json", "html"])
 @pytest.mark.parametrize("name", SHOWN)
 def test_what_is_shown_of_a_plan_is_what_it_was(
-    name: str, how: str, every: dict[str, oracle_offload.Plan]
+    name: str, how: str, every: dict[str, oracle_offload.planning.Plan]
 ) -> None:
     found = every[name]
     text = {
@@ -1078,7 +1078,7 @@ def test_nothing_is_called_fitting_of_which_something_is_counted_nowhere() -> No
 
 @pytest.mark.parametrize("model", ["streamed", "units", "compressed"])
 def test_no_size_to_paste_is_a_row_of_digits(
-    model: str, every: dict[str, oracle_offload.Plan]
+    model: str, every: dict[str, oracle_offload.planning.Plan]
 ) -> None:
     found = every[model].to_dict()
     sizes = re.findall(r'_budget="([^"]*)"', found["python"])

@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 def planned(
     model: Any = None, share: float = 0.9, compress: str | None = None, **options: Any
-) -> oracle_offload.Plan:
+) -> oracle_offload.planning.Plan:
     given: dict[str, Any] = dict(
         sample={"input": ((ROWS // 8, SIZE), "bfloat16")},
         batch=1,
@@ -65,11 +65,13 @@ def planned(
     return oracle_offload.plan(Net() if model is None else model, **{**given, **options})
 
 
-def plan_of(share: float = 0.9, **options: Any) -> oracle_offload.Plan:
+def plan_of(share: float = 0.9, **options: Any) -> oracle_offload.planning.Plan:
     return planned(share=share, sample={"input": (SIZE,)}, batch=ROWS, dtype="bf16", **options)
 
 
-def measured(plan: oracle_offload.Plan, compress: str | None) -> tuple[float, int, int, int]:
+def measured(
+    plan: oracle_offload.planning.Plan, compress: str | None
+) -> tuple[float, int, int, int]:
     """Seconds and bytes of a step in virtual time, locked bytes, and how many are compressed."""
     model = Net().requires_grad_(False)
     x = torch.randn(ROWS, SIZE, dtype=torch.bfloat16, requires_grad=True)

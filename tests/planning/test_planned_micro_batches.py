@@ -285,7 +285,7 @@ class Blocks(nn.Module):
         return y
 
 
-def planned(**options: Any) -> oracle_offload.Plan:
+def planned(**options: Any) -> oracle_offload.planning.Plan:
     given = dict(train="full", optimizer="sgd", sample={"x": (64, 256)}, ram="1GiB", margin=0)
     return oracle_offload.plan(Blocks(), **{"vram": "4MiB", **given, **options})
 

@@ -187,7 +187,7 @@ def arguments(name: str, model: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def planned(name: str) -> oracle_offload.Plan:
+def planned(name: str) -> oracle_offload.planning.Plan:
     """A plan, whose step is measured once."""
     kind, config = sized(name)
     targets = ["to_q", "to_v"] if name == "flux" else ["q_proj", "v_proj"]

@@ -40,7 +40,9 @@ STREAMED = (
 )
 
 
-def recorded(model: nn.Module, step: Any, budget: int, steps: int = 6) -> oracle_offload.Recording:
+def recorded(
+    model: nn.Module, step: Any, budget: int, steps: int = 6
+) -> oracle_offload.observe.Recording:
     """Train in virtual time, at `RATES`, with everything that is managed streamed; record it."""
     with simulator.device("rtx4090", **RATES):
         manager = oracle_offload.attach(model, "cpu", vram_budget=budget)
@@ -67,7 +69,7 @@ def llama() -> tuple[Any, Any]:
     return kind, config
 
 
-def planned_lora() -> oracle_offload.Plan:
+def planned_lora() -> oracle_offload.planning.Plan:
     kind, config = llama()
     return oracle_offload.plan(
         kind,
@@ -83,7 +85,7 @@ def planned_lora() -> oracle_offload.Plan:
 
 
 @pytest.fixture(scope="module")
-def lora() -> tuple[oracle_offload.Plan, oracle_offload.Recording]:
+def lora() -> tuple[oracle_offload.planning.Plan, oracle_offload.observe.Recording]:
     """A plan of a LoRA, and a recording of that training."""
     from peft import LoraConfig, get_peft_model
 
@@ -140,7 +142,9 @@ def test_what_cannot_be_compared_says_why_by_name(lora: Any) -> None:
     ]
 
 
-def changed(recording: oracle_offload.Recording, **fields: Any) -> oracle_offload.Recording:
+def changed(
+    recording: oracle_offload.observe.Recording, **fields: Any
+) -> oracle_offload.observe.Recording:
     """The recording, with other fields in each of its steps."""
     events = [
         {**event, **fields} if event["event"] == "step" else event for event in recording.events
@@ -240,7 +244,7 @@ def test_sums_of_several_models_are_compared_with_none(lora: Any) -> None:
 UNIT = 2 * (512 * 512 + 512)  # bytes of a layer of `full`
 
 
-def full() -> oracle_offload.Plan:
+def full() -> oracle_offload.planning.Plan:
     """A full training of two micro-batches together, whose step and time are known."""
     found = oracle_offload.plan(
         nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))),
@@ -283,10 +287,10 @@ def step_of(device: str, number: int, **fields: Any) -> dict[str, Any]:
     }
 
 
-def recorded_by_hand(*events: dict[str, Any]) -> oracle_offload.Recording:
+def recorded_by_hand(*events: dict[str, Any]) -> oracle_offload.observe.Recording:
     names = {"cuda:0": "First", "cuda:1": "Second"}
     header: Any = {"devices": [{"device": d, "name": name} for d, name in names.items()]}
-    return oracle_offload.Recording(header, list(events))
+    return oracle_offload.observe.Recording(header, list(events))
 
 
 def told(found: Verification) -> dict[str, tuple[Any, Any, str]]:
@@ -340,7 +344,7 @@ def test_why_rows_are_not_compared() -> None:
     engine = [name for name in told(found.verify(recorded_by_hand())) if name in ENGINE]
     assert engine == list(ENGINE)
 
-    def why(plan: oracle_offload.Plan, *events: dict[str, Any]) -> dict[str, str]:
+    def why(plan: oracle_offload.planning.Plan, *events: dict[str, Any]) -> dict[str, str]:
         return {name: row[2] for name, row in told(plan.verify(recorded_by_hand(*events))).items()}
 
     nothing = "the recording holds no step of an attached model"
@@ -359,7 +363,7 @@ def test_why_rows_are_not_compared() -> None:
 
     total = oracle_offload.plan("32B", card=24, ram="128GB")
     assert {why(total, *steps)[name] for name in ENGINE} == {total.storage.why_not}
-    without = total.verify(oracle_offload.Recording({"devices": []}, []))
+    without = total.verify(oracle_offload.observe.Recording({"devices": []}, []))
     assert without.device == "" and "recorded on no device" in without.sentence()
 
     unknown = replace(found, speed=Speed(why="nobody knows"), step=Step(why="it was not measured"))

@@ -50,7 +50,7 @@ def make(path, every=3):
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
     data = Data()
-    checkpoint = oracle_offload.Checkpoint(
+    checkpoint = oracle_offload.train.Checkpoint(
         path,
         model,
         optimizer=optimizer,

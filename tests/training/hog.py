@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ["ORACLE_OFFLOAD_HEARTBEAT"] = "0"
-from oracle_offload import PressureMonitor
+from oracle_offload.train import PressureMonitor
 
 CHUNK = 16 << 20
 saved: list[int] = []

@@ -11,7 +11,8 @@ from equality import assert_same, attached, gradients
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oracle_offload import AdaptiveBatch, NoRoomError
+from oracle_offload import NoRoomError
+from oracle_offload.train import AdaptiveBatch
 from oracle_offload.train.survive.adaptive_batch import as_parts, samples_of
 from oracle_offload.train.survive.attempts import MINUS_16, Shrink
 

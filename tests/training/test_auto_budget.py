@@ -189,7 +189,7 @@ def test_changes_are_reported(sim, monkeypatch, caplog, tmp_path):
     assert "the last time because              | the device has less room" in text
     logged = [record.message for record in caplog.records if "the arena is" in record.message]
     assert len(logged) == len(events) and "look-ahead is" in logged[0]
-    found = oracle_offload.read_recording(tmp_path / "run.jsonl")
+    found = oracle_offload.observe.read_recording(tmp_path / "run.jsonl")
     assert found.of("arena") == events
     assert "sizes of arenas" in str(found) and found.header["devices"][0]["dropped_arenas"] == 0
     found.export(tmp_path / "run.json")

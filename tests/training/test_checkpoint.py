@@ -19,8 +19,9 @@ from checkpoint_kills import Data, make, train
 from equality import assert_same, attached
 from torch import nn
 
-from oracle_offload import Checkpoint, OffloadError
+from oracle_offload import OffloadError
 from oracle_offload.host.replace import replace_file, sync_folder
+from oracle_offload.train import Checkpoint
 from oracle_offload.train.survive.checkpoint import _on_host
 from oracle_offload.train.survive.random_state import RandomState
 

@@ -65,7 +65,7 @@ class FailingSGD(torch.optim.SGD):
 def quiet():
     yield
     Failing.where = None
-    oracle_offload.phase(phases.FIRST)
+    oracle_offload.observe.phase(phases.FIRST)
 
 
 def run_until(tmp_path, *, done, where, before=0, lengths=(), phase=None):

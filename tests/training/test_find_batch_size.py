@@ -14,8 +14,9 @@ from equality import assert_same, attached
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oracle_offload import NoRoomError, find_batch_size
+from oracle_offload import NoRoomError
 from oracle_offload.host import remembered
+from oracle_offload.train import find_batch_size
 from oracle_offload.train.survive import batch_size, known_sizes
 from oracle_offload.train.survive.keeping import TrainingState, keep
 

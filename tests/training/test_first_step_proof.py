@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import OffloadError, first_step_proof
+from oracle_offload import OffloadError
+from oracle_offload.train import first_step_proof
 from oracle_offload.train.survive import proof
 
 WIDTH = 32
@@ -248,7 +249,7 @@ def test_an_error_of_the_step_passes_and_takes_the_hook_along(device):
         with pytest.raises(KeyError), first_step_proof(model):
             raise KeyError
         assert not model[0]._forward_pre_hooks
-    assert oracle_offload.FirstStepProof("x").equal is False
+    assert oracle_offload.train.FirstStepProof("x").equal is False
 
 
 def test_an_error_of_the_repeated_call_leaves_generators_and_buffers_as_they_were(device):

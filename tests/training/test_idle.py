@@ -12,7 +12,7 @@ from equality import assert_same, attached
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import IdleAlarm
+from oracle_offload.train import IdleAlarm
 
 WIDTH = 16
 

@@ -79,7 +79,7 @@ def test_who_held_the_bytes_is_named_beside_what_lies_in_the_arena(run, tmp_path
         assert not recorder.recording().of("memory"), "no recording of that device"
         recorder._ran_out("cpu", 6 * MIB, MIB)
     assert snapshot._listeners == (), "the recorder has gone"
-    (event,) = oracle_offload.read_recording(path).of("memory")
+    (event,) = oracle_offload.observe.read_recording(path).of("memory")
     rows = {(row["kind"], row["who"]): row["bytes"] for row in event["holders"]}
     assert rows == {
         ("arena", "oracle_offload"): manager.state.segments[0].storage.nbytes(),
@@ -118,7 +118,7 @@ def test_who_held_the_bytes_is_told_though_the_file_cannot_be_written(run, tmp_p
     (tmp_path / "run.snapshot.pickle").mkdir()
     with oracle_offload.record(tmp_path / "run.jsonl") as recorder:
         recorder._ran_out("cpu", 6 * MIB, MIB)
-    recording = oracle_offload.read_recording(tmp_path / "run.jsonl")
+    recording = oracle_offload.observe.read_recording(tmp_path / "run.jsonl")
     (event,) = recording.of("memory")
     assert event["file"] is None and event["holders"]
     (error,) = recording.of("error")

@@ -157,7 +157,7 @@ def test_tensors_of_one_element_are_numbers_and_other_things_are_refused():
 def test_a_number_may_have_any_name(tmp_path, name):
     assert Meter().read(**{name: 0.5})[name] == 0.5
     assert pulse(Meter(), **{name: 0.5})["numbers"][name] == 0.5
-    with oracle_offload.MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+    with oracle_offload.observe.MetricsFile(tmp_path / "metrics.jsonl") as metrics:
         assert metrics.log(**{"step": 1, name: 2})[name] == 2
 
 

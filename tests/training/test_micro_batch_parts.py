@@ -327,7 +327,7 @@ CHANGES: dict[str, tuple[str, Callable[[], Any]]] = {
         "default_dtype",
         lambda: changed(torch.set_default_dtype, torch.float64, torch.float32),
     ),
-    "phase": ("phase", lambda: oracle_offload.phase("sampling")),
+    "phase": ("phase", lambda: oracle_offload.observe.phase("sampling")),
     "exempt": ("exempt_depth", exemption.exempt),
 }
 

@@ -545,7 +545,7 @@ def test_phases_are_its_own():
     model = net()
 
     def step(x):
-        with oracle_offload.phase("sampling"), torch.no_grad():
+        with oracle_offload.observe.phase("sampling"), torch.no_grad():
             model(x)
         assert oracle_offload.engine.engines.phase_now() == "training"
         return loss_of(model, x)

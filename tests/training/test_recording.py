@@ -64,7 +64,7 @@ class Training:
 @pytest.fixture(autouse=True)
 def first_phase():
     yield
-    oracle_offload.phase(phases.FIRST)
+    oracle_offload.observe.phase(phases.FIRST)
 
 
 @pytest.fixture
@@ -313,11 +313,11 @@ def test_phases_are_told_in_a_line_each(training, caplog):
 
 def test_phases_are_told_without_a_recording_and_to_the_one_under_way(training):
     recorder = oracle_offload.record()
-    with oracle_offload.phase("sampling"):
+    with oracle_offload.observe.phase("sampling"):
         training.model(training.prefix.detach())
         with recorder:
             training.model(training.prefix.detach())
-            oracle_offload.phase("evaluation")
+            oracle_offload.observe.phase("evaluation")
             training.model(training.prefix.detach())
     assert engines.phase_now() == phases.FIRST, "the phase before, though another began within"
     assert len(recorder.lines) == 1  # it began within the first phase
@@ -339,7 +339,7 @@ def test_an_exception_passes_and_what_was_recorded_is_written(training, tmp_path
         training.step(2)
         training.model(training.prefix)
         raise ZeroDivisionError("half a step")
-    read = oracle_offload.read_recording(tmp_path / "run.jsonl")
+    read = oracle_offload.observe.read_recording(tmp_path / "run.jsonl")
     assert read.events == json.loads(json.dumps(recorder.recording().events))
     (error,) = read.of("error")
     assert error["what"] == "ZeroDivisionError: half a step" and error["step"] == 2
@@ -724,7 +724,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(recording, tmp_pa
 
 def test_what_is_written_is_read_again(recording, tmp_path):
     recording.export(tmp_path / "run.jsonl")
-    read = oracle_offload.read_recording(tmp_path / "run.jsonl")
+    read = oracle_offload.observe.read_recording(tmp_path / "run.jsonl")
     assert read.header == recording.header and read.events == recording.events
     assert str(read) == str(recording) and read.to_html() == recording.to_html()
     for name in ("run.html", "run.json", "run.csv"):
@@ -762,7 +762,7 @@ def test_what_is_no_recording_is_refused_by_its_line(lines, says, tmp_path):
     path = tmp_path / "run.jsonl"
     path.write_text("\n".join(line.replace("HEADER", header) for line in lines))
     with pytest.raises(ValueError, match=says):
-        oracle_offload.read_recording(path)
+        oracle_offload.observe.read_recording(path)
 
 
 class Broken:
@@ -964,7 +964,7 @@ def test_a_name_that_goes_before_the_step_ends_is_known(training):
 
 
 def test_a_recorder_that_has_not_begun_or_has_ended_ends_no_other(training):
-    oracle_offload.phase("sampling")
+    oracle_offload.observe.phase("sampling")
     waiting, ended = oracle_offload.record(), oracle_offload.record().start()
     ended.stop()
     with oracle_offload.record() as recorder:

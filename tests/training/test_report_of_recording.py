@@ -69,7 +69,7 @@ def test_growth_and_peak_are_of_torch_s_memory_where_it_is_known(recorded):
 def test_a_recording_is_compared_with_a_metrics_file(recorded, capsys, tmp_path):
     path, _ = recorded
     metrics = tmp_path / "metrics.jsonl"
-    with oracle_offload.MetricsFile(metrics) as file:
+    with oracle_offload.observe.MetricsFile(metrics) as file:
         file.append({"step": 1, "h2d_bytes": 1 << 20})
     assert main(["report", str(metrics), str(path)]) == 0
     out = capsys.readouterr().out

@@ -109,7 +109,7 @@ def test_what_the_phases_count_adds_up_to_what_the_engine_counts(seed):
         marks, names = [counters()], []
         for _ in range(6):
             name = ("training", "sampling", "evaluation")[int(torch.randint(3, (), generator=draw))]
-            with oracle_offload.phase(name):
+            with oracle_offload.observe.phase(name):
                 marks.append(counters())
                 names.append("training")
                 if name == "training":
@@ -167,7 +167,7 @@ def test_each_stall_is_told_of_the_layer_that_waited():
         engine = one.state.engine
         engine.trace_start()  # every wait is timed
         train(model, 2)
-        with oracle_offload.phase("sampling"):
+        with oracle_offload.observe.phase("sampling"):
             for net in (model, other):
                 net(torch.randn(3, 256))
                 simulator.finish()

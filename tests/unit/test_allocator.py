@@ -363,7 +363,7 @@ def test_set_before_import_is_what_torch_then_uses() -> None:
     out = run_python(
         REPORT
         + "import sys, oracle_offload\n"
-        + "said = oracle_offload.configure_allocator(expandable_segments=True)\n"
+        + "said = oracle_offload.diagnose.configure_allocator(expandable_segments=True)\n"
         + "assert 'torch' not in sys.modules\n"
         + "report(said)\n"
         + "import torch\n"
@@ -383,7 +383,7 @@ def test_earlier_settings_are_kept_and_other_names_follow() -> None:
     out = run_python(
         REPORT
         + "import oracle_offload\n"
-        + "report(oracle_offload.configure_allocator('max_split_size_mb:64', "
+        + "report(oracle_offload.diagnose.configure_allocator('max_split_size_mb:64', "
         + "expandable_segments=False))\n",
         {"PYTORCH_ALLOC_CONF": "pinned_use_background_threads:True,max_split_size_mb:32"},
     )
@@ -401,7 +401,7 @@ def test_set_after_import_reports_torchs_own_answer() -> None:
     out = run_python(
         REPORT
         + "import torch, oracle_offload\n"
-        + "report(oracle_offload.configure_allocator(max_split_size_mb=256))\n"
+        + "report(oracle_offload.diagnose.configure_allocator(max_split_size_mb=256))\n"
         + "print(torch._C._accelerator_getAllocatorSettings())\n"
     )
     said, effect = out.splitlines()
@@ -412,7 +412,7 @@ def test_set_after_import_reports_torchs_own_answer() -> None:
 REFUSED = """
 import os, oracle_offload
 try:
-    oracle_offload.configure_allocator({arguments})
+    oracle_offload.diagnose.configure_allocator({arguments})
 except {error} as error:
     print(error)
 else:
@@ -431,7 +431,8 @@ def test_initialised_allocator_is_refused_unless_nothing_changes() -> None:
     message = run_python(start + code, {"PYTORCH_CUDA_ALLOC_CONF": value})
     assert "already in use with 'max_split_size_mb:64'" in message
     assert "before `import torch`" in message
-    same = "import oracle_offload; print(oracle_offload.configure_allocator(max_split_size_mb=64))"
+    same = "from oracle_offload.diagnose import configure_allocator as call; "
+    same += "print(call(max_split_size_mb=64))"
     assert value in run_python(start + same, {"PYTORCH_CUDA_ALLOC_CONF": value})
 
 
@@ -480,7 +481,7 @@ def test_broken_variable_is_named() -> None:
 def test_without_arguments_it_reports_and_changes_nothing() -> None:
     out = run_python(
         "import os, oracle_offload\n"
-        "said = oracle_offload.configure_allocator()\n"
+        "said = oracle_offload.diagnose.configure_allocator()\n"
         "print(repr(said.in_effect), 'PYTORCH_CUDA_ALLOC_CONF' in os.environ)"
     )
     assert out == "'' False"
@@ -662,7 +663,7 @@ def test_on_a_card_the_first_tensor_closes_the_door() -> None:
     )
     start = (
         "import oracle_offload\n"
-        "oracle_offload.configure_allocator(expandable_segments=True)\n"
+        "oracle_offload.diagnose.configure_allocator(expandable_segments=True)\n"
         "import torch; torch.zeros(1, device='cuda')\n"
         "state = torch.cuda.memory._snapshot()['allocator_settings']\n"
         "assert state['expandable_segments'] is True, state\n"

@@ -107,7 +107,7 @@ def test_one_extension_loads_in_every_python(version: str) -> None:
 
 
 def test_build_info_says_what_was_built_and_why_not_the_rest() -> None:
-    info = oracle_offload.build_info()
+    info = oracle_offload.host.build_info()
     assert info["schema"] == "oracle_offload/build-info/1"
     assert info["built"] is True
     assert info["version"] == oracle_offload.__version__

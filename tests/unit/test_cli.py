@@ -215,7 +215,7 @@ def test_what_a_command_does_not_take_is_refused(
 def test_a_public_name_is_imported_once_and_an_unknown_one_is_refused() -> None:
     oracle_offload.__dict__.pop("configure_allocator", None)
     assert "configure_allocator" in dir(oracle_offload)
-    found = oracle_offload.configure_allocator
+    found = oracle_offload.diagnose.configure_allocator
     assert oracle_offload.__dict__["configure_allocator"] is found
     with pytest.raises(AttributeError, match="module 'oracle_offload' has no attribute 'attatch'"):
         oracle_offload.attatch  # noqa: B018

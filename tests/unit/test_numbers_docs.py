@@ -67,7 +67,7 @@ def rows() -> list[dict[str, Any]]:
 
 def steps_written(names: dict[str, Any]) -> list[int]:
     names["metrics"].close()
-    (metrics_run,) = oracle_offload.read_metrics("metrics.jsonl")
+    (metrics_run,) = oracle_offload.observe.read_metrics("metrics.jsonl")
     losses = dict(metrics_run.series("loss"))
     moved = [step for step, nbytes in metrics_run.series("h2d_bytes") if nbytes > 0]
     assert set(moved) <= set(losses)
@@ -143,7 +143,7 @@ def test_the_metrics_file_of_the_page(
 
 
 def test_every_number_is_in_the_table() -> None:
-    from oracle_offload import Meter
+    from oracle_offload.observe import Meter
 
     (table,) = re.findall(r"^\| keys \| \|\n(.*?)\n\n", PAGE, flags=re.M | re.S)
     listed = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\|(.+?)\|", table, re.M))))

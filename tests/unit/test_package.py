@@ -176,7 +176,7 @@ EMPTY = """
 import importlib.util, sys
 assert importlib.util.find_spec("torch") is None, "this environment was to be empty"
 import oracle_offload
-info = oracle_offload.build_info()
+info = oracle_offload.host.build_info()
 assert info["built"] and info["torch"] is None, info
 assert "site-packages" in info["folder"], info["folder"]
 
@@ -213,7 +213,7 @@ def test_the_wheel_in_an_empty_environment_has_build_info_and_the_simulator(
 TRAIN = """
 import copy, torch
 import oracle_offload
-assert "site-packages" in oracle_offload.build_info()["folder"]
+assert "site-packages" in oracle_offload.host.build_info()["folder"]
 torch.manual_seed(0)
 resident = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
 managed = copy.deepcopy(resident)

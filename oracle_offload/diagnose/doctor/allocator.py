@@ -466,7 +466,7 @@ def configure_allocator(
     Examples
     --------
     >>> import oracle_offload
-    >>> oracle_offload.configure_allocator(expandable_segments=True)  # doctest: +SKIP
+    >>> oracle_offload.diagnose.configure_allocator(expandable_segments=True)  # doctest: +SKIP
     """
     wanted = parse_allocator_conf(conf) if conf else {}
     wanted.update({key: str(value) for key, value in options.items()})

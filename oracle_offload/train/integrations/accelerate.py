@@ -21,7 +21,7 @@ class AccelerateTracker(GeneralTracker):  # type: ignore[misc,unused-ignore]
     *sinks : callable
         `MetricsFile.append`, `tensorboard`, `wandb`, `postfix`, or whatever takes the numbers.
     device, sensors
-        As for `oracle_offload.Meter`.
+        As for `oracle_offload.observe.Meter`.
     """
 
     name = "oracle_offload"

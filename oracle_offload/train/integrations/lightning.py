@@ -18,7 +18,7 @@ class LightningCallback(lightning.Callback):  # type: ignore[misc,unused-ignore]
     *sinks : callable
         `MetricsFile.append`, `tensorboard`, `wandb`, `postfix`, or whatever takes the numbers.
     device, sensors
-        As for `oracle_offload.Meter`.
+        As for `oracle_offload.observe.Meter`.
     """
 
     def __init__(self, *sinks: Sink, device: Any = None, sensors: bool = False) -> None:

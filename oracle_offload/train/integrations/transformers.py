@@ -22,7 +22,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc,unused
     *sinks : callable
         `MetricsFile.append`, `tensorboard`, `wandb`, `postfix`, or whatever takes the numbers.
     device, sensors
-        As for `oracle_offload.Meter`.
+        As for `oracle_offload.observe.Meter`.
     """
 
     def __init__(self, *sinks: Sink, device: Any = None, sensors: bool = False) -> None:

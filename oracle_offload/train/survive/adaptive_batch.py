@@ -55,7 +55,7 @@ class AdaptiveBatch:
     --------
     In a loop::
 
-        batches = oracle_offload.AdaptiveBatch(model, lambda part: model(part).mean(), size=16)
+        batches = oracle_offload.train.AdaptiveBatch(model, loss_of, size=16)
         for batch in loader:
             loss = batches.backward(batch)
             optimizer.step()

@@ -63,7 +63,7 @@ class Checkpoint:
     --------
     In a loop::
 
-        checkpoint = oracle_offload.Checkpoint("run.pt", model, optimizer=optimizer, data=loader)
+        checkpoint = Checkpoint("run.pt", model, optimizer=optimizer, data=loader)
         first = (checkpoint.load() or 0) + 1
         for step in range(first, 1001):
             ...

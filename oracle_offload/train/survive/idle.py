@@ -109,7 +109,7 @@ class IdleAlarm:
     --------
     In a loop::
 
-        alarm = oracle_offload.IdleAlarm(model, steps=20)
+        alarm = oracle_offload.train.IdleAlarm(model, steps=20)
         for batch in loader:
             ...
             optimizer.step()

@@ -134,7 +134,7 @@ def first_step_proof(model: nn.Module, block: str | None = None) -> Iterator[Fir
     --------
     In a loop::
 
-        with oracle_offload.first_step_proof(model) as proof:
+        with oracle_offload.train.first_step_proof(model) as proof:
             train_step(batch)
         assert proof.equal
     """
