@@ -318,6 +318,19 @@ class Engine:
         The use ends as that of `keep` does. Nothing is copied: kernels read over the link.
         """
 
+    def rewrite(self, unit: int, stream: int, stamps: list[tuple[int, int]], /) -> int:
+        """The device writes to the unit's masters from now on, until `rewritten`.
+
+        Where its copy is what they are, by a stamp of each member, what `stream` gets next may
+        write to that, too, at the address that is returned. 0: there is none.
+        """
+
+    def rewritten(self, unit: int, stream: int, stamps: list[tuple[int, int]], /) -> None:
+        """The masters are written, and have arrived; so is the copy, with a stamp of each member.
+
+        With fewer stamps the copy is not trusted. What `stream` got wrote to it.
+        """
+
     def stamp(self, stamps: list[tuple[int, int]], /) -> None:
         """Take ``(member, stamp)`` of masters whose copies were enqueued."""
 

@@ -884,6 +884,7 @@ static enum oo_status oo__refresh(struct oo_engine *engine, uint32_t model) {
         struct oo_unit *unit = &engine->units[i];
         if (model != OO_ALL_MODELS && unit->model != model)
             continue;
+        unit->is_rewritten_too = 0; /* not to be trusted afterwards, either */
         if (oo_plan_pins(engine->plan, i))
             unit->stale = 1;
         else
@@ -898,6 +899,109 @@ enum oo_status oo_engine_refresh(struct oo_engine *engine, uint32_t model) {
     if (status != OO_OK)
         return status;
     status = oo__refresh(engine, model);
+    oo__leave(engine);
+    return status;
+}
+
+/* ---- masters that the device rewrites ---- */
+
+/* Whether the device has what the masters are, by all that tells of writes. */
+static int oo__is_current(const struct oo_engine *engine, uint32_t id,
+                          const struct oo_stamp *stamps, uint32_t count) {
+    const struct oo_unit *unit = &engine->units[id];
+    if (unit->stale || unit->is_fed || count != unit->n_members)
+        return 0;
+    for (uint32_t i = 0; i < count; i++) {
+        struct oo_member *member = &engine->members[stamps[i].member];
+        if (!member->stamp_known || member->stamp != stamps[i].stamp ||
+            oo__masters_changed(engine, member))
+            return 0;
+    }
+    return 1;
+}
+
+static enum oo_status oo__check_stamps(const struct oo_engine *engine, uint32_t id,
+                                       const struct oo_stamp *stamps, uint32_t count) {
+    if (id >= engine->n_units || engine->units[id].removed)
+        return oo__fail(OO_E_ARGUMENT, "unit %u does not exist", id);
+    for (uint32_t i = 0; i < count; i++)
+        if (stamps[i].member >= engine->n_members || engine->members[stamps[i].member].unit != id)
+            return oo__fail(OO_E_ARGUMENT, "member %u is not of unit %u", stamps[i].member, id);
+    return OO_OK;
+}
+
+/* Begin the use in which `stream` writes to the unit's copy. */
+static enum oo_status oo__rewrite_copy(struct oo_engine *engine, uint32_t id, OOCUstream stream) {
+    struct oo_unit *unit = &engine->units[id];
+    enum oo_status status;
+    OO_TRY(oo__order_after_copy(engine, id, stream));
+    /* H2: other streams may still read what this one is about to write. */
+    OO_TRY(oo__order_after_uses(engine, id, stream));
+    oo_plan_pin(engine->plan, id);
+    unit->n_kept++;
+    unit->keeper = &oo__uses_here;
+    unit->rewrite = (uint64_t)unit->generation << 32 | id;
+    unit->is_rewritten_too = 1;
+done:
+    return status;
+}
+
+enum oo_status oo_unit_rewrite(struct oo_engine *engine, uint32_t id, const struct oo_stamp *stamps,
+                               uint32_t count, uintptr_t stream, uintptr_t *address) {
+    *address = 0;
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    OO_TRY(oo__check_stamps(engine, id, stamps, count));
+    struct oo_unit *unit = &engine->units[id];
+    if (!unit->rewritten) {
+        const int resident = oo_plan_resident(engine->plan, id) != NULL;
+        const int is_used = oo_plan_pins(engine->plan, id) != 0;
+        const int is_current = resident && !is_used && oo__is_current(engine, id, stamps, count);
+        unit->rewritten = 1;
+        unit->stale = (uint8_t)resident; /* until it is known to be right */
+        oo_plan_allow(engine->plan, id, 0);
+        if (is_current)
+            OO_TRY(oo__rewrite_copy(engine, id, (OOCUstream)stream));
+        else if (!is_used)
+            OO_TRY(oo__drop(engine, id));
+    }
+    if (unit->is_rewritten_too)
+        *address = oo_block_address(oo_plan_resident(engine->plan, id));
+done:
+    oo__leave(engine);
+    return status;
+}
+
+enum oo_status oo_unit_rewritten(struct oo_engine *engine, uint32_t id,
+                                 const struct oo_stamp *stamps, uint32_t count, uintptr_t stream) {
+    enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
+    if (status != OO_OK)
+        return status;
+    OO_TRY(oo__check_stamps(engine, id, stamps, count));
+    struct oo_unit *unit = &engine->units[id];
+    const int is_right = unit->is_rewritten_too && count == unit->n_members;
+    if (unit->rewrite) {
+        OO_TRY(oo__end_use(engine, unit->rewrite, (OOCUstream)stream));
+        unit->n_kept--;
+        oo__use_ended(engine, id);
+    }
+    unit->rewritten = unit->is_rewritten_too = 0;
+    unit->rewrite = 0;
+    oo_plan_allow(engine->plan, id, oo__may_fetch_ahead(engine, unit));
+    if (!oo_plan_resident(engine->plan, id))
+        goto done;
+    for (uint32_t i = 0; i < count; i++) {
+        struct oo_member *member = &engine->members[stamps[i].member];
+        member->stamp = stamps[i].stamp;
+        member->stamp_known = 1;
+        member->fingerprint = oo__read_masters(member, oo__full_reading(engine));
+        member->glance = oo__read_masters(member, OO_GLANCE);
+    }
+    unit->stale = !is_right;
+    if (!is_right && !oo_plan_pins(engine->plan, id))
+        status = oo__drop(engine, id);
+done:
     oo__leave(engine);
     return status;
 }

@@ -30,7 +30,7 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
         OO_TRY(oo__event_take(engine, OO_TIMED, &begin));
     OO_TRY(oo__event_take(engine, begin ? OO_TIMED : OO_ORDERS, &arrived));
     OO_TRY(oo__finish_download(engine));
-    if (!oo__trip_covers(engine, source, bytes)) { /* else the simulated device has it already */
+    if (!oo__device_has(engine, source, bytes)) {
         OO_TRY(oo__adopt(engine, source, bytes, OOSIM_ADOPT_KEEP, stream));
         adopted = 1;
     }

@@ -246,7 +246,7 @@ int oo__may_fetch_ahead(const struct oo_engine *engine, const struct oo_unit *un
     for (uint32_t i = 0; i < unit->n_parts; i++)
         if (!unit->parts[i].memory)
             return 0;
-    return !(unit->trainable && engine->held);
+    return !unit->rewritten && !(unit->trainable && engine->held);
 }
 
 /* Give `unit` its members' tensors; members exist already. Nothing changes on failure. */

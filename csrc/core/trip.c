@@ -52,13 +52,16 @@ static enum oo_status oo__trip_take(struct oo_engine *engine, uint32_t *id) {
     return OO_OK;
 }
 
-int oo__trip_covers(const struct oo_engine *engine, uintptr_t address, size_t bytes) {
+int oo__device_has(const struct oo_engine *engine, uintptr_t address, size_t bytes) {
     for (uint32_t i = 0; i < engine->trips.count; i++) {
         const struct oo_trip *trip = &engine->trips.all[i];
         if (trip->lent && trip->lent <= address && address + bytes <= trip->lent + trip->lent_bytes)
             return 1;
     }
-    return 0;
+    const struct oo_segment *s = oo_plan_arena(engine->plan)->segments;
+    while (s && !(s->base <= address && address + bytes <= s->base + s->bytes))
+        s = s->next;
+    return s != NULL;
 }
 
 /* The simulated device has the bytes no more, unless another trip of some of them goes on. */
@@ -125,7 +128,7 @@ static enum oo_status oo__trip_begin(struct oo_engine *engine, struct oo_trip *t
     OO_TRY(oo__finish_download(engine));
     OO_TRY(oo__event_take(engine, OO_ORDERS, &before));
     OO_TRY(oo__event_take(engine, OO_ORDERS, &trip->arrived));
-    if (!oo__trip_covers(engine, trip->device, trip->bytes)) {
+    if (!oo__device_has(engine, trip->device, trip->bytes)) {
         OO_TRY(oo__adopt(engine, trip->device, trip->bytes,
                          OOSIM_ADOPT_KEEP | OOSIM_ADOPT_IN_STREAM, trip->stream));
         trip->lent = trip->device;

@@ -4,8 +4,9 @@
 
 #include "state.h"
 
-/* Whether these device bytes are lent to the simulated device by a trip already. */
-int oo__trip_covers(const struct oo_engine *engine, uintptr_t address, size_t bytes);
+/* Whether the simulated device has these bytes already: by a trip, or in the arena, where an
+ * optimizer steps what goes home. */
+int oo__device_has(const struct oo_engine *engine, uintptr_t address, size_t bytes);
 /* Wait for what a copy that failed has left queued. */
 enum oo_status oo__finish_download(struct oo_engine *engine);
 /* The records go; every copy has ended, or is lost. */

@@ -457,6 +457,18 @@ enum oo_status oo_engine_hold(struct oo_engine *engine);
 enum oo_status oo_engine_rest(struct oo_engine *engine);
 /* They are stable again. An acquire of kind OO_RECORDED says so too. */
 enum oo_status oo_engine_resume(struct oo_engine *engine);
+/* The device writes to the unit's masters, by copies that the caller queues on their way home,
+ * until oo_unit_rewritten. Where a copy of it is there that is what the masters are, by `count`
+ * stamps, one for each member, it is in use until then, at `address`: what the caller queues on
+ * `stream` may write to it what will go to the masters. Else `address` is 0, and the copy goes.
+ * Meanwhile no copy is trusted, and none is fetched ahead. */
+enum oo_status oo_unit_rewrite(struct oo_engine *engine, uint32_t unit,
+                               const struct oo_stamp *stamps, uint32_t count, uintptr_t stream,
+                               uintptr_t *address);
+/* The masters are written, and what was sent has arrived. The copy that was in use, on `stream`, is
+ * what they are, if there is a stamp for each member; else it goes. */
+enum oo_status oo_unit_rewritten(struct oo_engine *engine, uint32_t unit,
+                                 const struct oo_stamp *stamps, uint32_t count, uintptr_t stream);
 /* Wait on the host until nothing that is queued reads masters: any of them may be rewritten until
  * the next acquire, map or prefetch. */
 enum oo_status oo_engine_settle(struct oo_engine *engine);

@@ -775,32 +775,97 @@ static PyObject *oo__engine_release(PyObject *object, PyObject *const *arguments
 
 static const struct oo_parameter oo__stamp_takes[] = {OO_ID("member"), OO_NUMBER("stamp")};
 
-static PyObject *oo__engine_stamp(PyObject *object, PyObject *list) {
-    PyObject *rows = oo__rows(list, "stamp() takes a list of (member, stamp)");
+/* The stamps of a list of (member, stamp), to be freed; NULL with an error set. */
+static struct oo_stamp *oo__stamps_of(PyObject *list, const char *what, uint32_t *n) {
+    PyObject *rows = oo__rows(list, what);
     if (!rows)
         return NULL;
     const Py_ssize_t count = PyTuple_Size(rows);
-    PyObject *result = NULL;
     struct oo_stamp *stamps = PyMem_Malloc(((size_t)count + 1) * sizeof *stamps);
-    if (!stamps) {
+    if (!stamps)
         PyErr_NoMemory();
-        goto done;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
+    for (Py_ssize_t i = 0; stamps && i < count; i++) {
         unsigned long long v[2];
-        if (oo__pair(PyTuple_GetItem(rows, i), "a stamp", oo__stamp_takes, v) < 0)
-            goto done;
-        stamps[i] = (struct oo_stamp){(uint32_t)v[0], v[1]};
+        if (oo__pair(PyTuple_GetItem(rows, i), "a stamp", oo__stamp_takes, v) < 0) {
+            PyMem_Free(stamps);
+            stamps = NULL;
+        } else {
+            stamps[i] = (struct oo_stamp){(uint32_t)v[0], v[1]};
+        }
     }
-    struct oo_engine *engine = oo__engine_of(object);
-    if (!engine)
-        goto done;
-    enum oo_status status = oo_engine_stamp(engine, stamps, (uint32_t)count, OO_NONBLOCKING);
-    if (status == OO_WOULD_BLOCK)
-        OO_BLOCKING(status, oo_engine_stamp(engine, stamps, (uint32_t)count, 0));
-    result = oo__none_or_raise(object, status);
-done:
     Py_DECREF(rows);
+    *n = (uint32_t)count;
+    return stamps;
+}
+
+static PyObject *oo__engine_stamp(PyObject *object, PyObject *list) {
+    uint32_t count;
+    struct oo_stamp *stamps =
+        oo__stamps_of(list, "stamp() takes a list of (member, stamp)", &count);
+    if (!stamps)
+        return NULL;
+    PyObject *result = NULL;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (engine) {
+        enum oo_status status = oo_engine_stamp(engine, stamps, count, OO_NONBLOCKING);
+        if (status == OO_WOULD_BLOCK)
+            OO_BLOCKING(status, oo_engine_stamp(engine, stamps, count, 0));
+        result = oo__none_or_raise(object, status);
+    }
+    PyMem_Free(stamps);
+    return result;
+}
+
+/* ---- masters that the device rewrites ---- */
+
+static const struct oo_parameter oo__rewrite_takes[] = {OO_ID("unit"), OO_ADDRESS("stream")};
+
+static PyObject *oo__engine_rewrite(PyObject *object, PyObject *const *arguments,
+                                    Py_ssize_t count) {
+    unsigned long long v[2];
+    uint32_t n_stamps;
+    if (count != 3)
+        return PyErr_Format(PyExc_TypeError, "rewrite() takes 3 arguments, not %zd", count);
+    if (oo__integers("rewrite", arguments, 2, oo__rewrite_takes, 2, v) < 0)
+        return NULL;
+    struct oo_stamp *stamps =
+        oo__stamps_of(arguments[2], "rewrite() takes a list of (member, stamp)", &n_stamps);
+    if (!stamps)
+        return NULL;
+    PyObject *result = NULL;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (engine) {
+        uintptr_t address;
+        enum oo_status status;
+        OO_BLOCKING(status, oo_unit_rewrite(engine, (uint32_t)v[0], stamps, n_stamps,
+                                            (uintptr_t)v[1], &address));
+        result =
+            status == OO_OK ? PyLong_FromUnsignedLongLong(address) : oo__raise_for(object, status);
+    }
+    PyMem_Free(stamps);
+    return result;
+}
+
+static PyObject *oo__engine_rewritten(PyObject *object, PyObject *const *arguments,
+                                      Py_ssize_t count) {
+    unsigned long long v[2];
+    uint32_t n_stamps;
+    if (count != 3)
+        return PyErr_Format(PyExc_TypeError, "rewritten() takes 3 arguments, not %zd", count);
+    if (oo__integers("rewritten", arguments, 2, oo__rewrite_takes, 2, v) < 0)
+        return NULL;
+    struct oo_stamp *stamps =
+        oo__stamps_of(arguments[2], "rewritten() takes a list of (member, stamp)", &n_stamps);
+    if (!stamps)
+        return NULL;
+    PyObject *result = NULL;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (engine) {
+        enum oo_status status;
+        OO_BLOCKING(status,
+                    oo_unit_rewritten(engine, (uint32_t)v[0], stamps, n_stamps, (uintptr_t)v[1]));
+        result = oo__none_or_raise(object, status);
+    }
     PyMem_Free(stamps);
     return result;
 }
@@ -1478,6 +1543,11 @@ static PyMethodDef oo__engine_methods[] = {
     {"map", OO_FAST(oo__engine_map),
      "map($self, member, stream, nbytes, device_type, device_index, seconds, /)\n--\n\nA DLPack "
      "capsule of locked masters where they lie, or None."},
+    {"rewrite", OO_FAST(oo__engine_rewrite),
+     "rewrite($self, unit, stream, stamps, /)\n--\n\nThe device writes to the unit's masters, and "
+     "to its copy at the address that is returned, or 0."},
+    {"rewritten", OO_FAST(oo__engine_rewritten),
+     "rewritten($self, unit, stream, stamps, /)\n--\n\nThe masters are written, and have arrived."},
     {"stamp", oo__engine_stamp, METH_O,
      "stamp($self, stamps, /)\n--\n\nThe stamps of masters that were copied."},
     {"release", OO_FAST(oo__engine_release),

@@ -153,6 +153,9 @@ class DeviceState:
         # By unit, what rewrites its masters while backward goes on; a row is replaced.
         self.rewritten: dict[int, tuple[Any, ...]] = {}
         self._steps_in_backward = False
+        # By the `id` of a master, what alone rewrites it: see `cover`.
+        self.streamed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._n_streamed = 0
         self.rests = False  # whether a step comes after the last backward is not known yet
         self.turned = False  # a managed backward has run since the last forward began
         self.shares: list[Shared] = []  # of models whose masters ranks have together
@@ -259,8 +262,37 @@ class DeviceState:
             pace.look(self.kind.is_idle(stream))
         return stream
 
+    def cover(self, steppers: Mapping[int, Any]) -> None:
+        """From now on each of these rewrites a master, by the `id` of that, and tells the engine.
+
+        So a copy of such masters is trusted as one of frozen ones is: until a version, an address
+        or a sample tells of another write.
+        """
+        with self.lock:
+            self.streamed.update(steppers)
+            self._tell_trained()
+
+    def is_streamed(self, master: Tensor) -> bool:
+        """Whether something answers for all that is written to a master."""
+        stepper = self.streamed.get(id(master))
+        return stepper is not None and stepper.covers(master)
+
+    def _tell_trained(self) -> None:
+        self._n_streamed = len(self.streamed)
+        for listener in self.listeners:
+            tell = getattr(listener, "tell_trained", None)
+            if tell is not None:
+                tell()
+
+    def _follow_streamed(self) -> None:
+        """Trust copies no more for which nothing answers: an optimizer may be gone."""
+        if len(self.streamed) != self._n_streamed:
+            with self.lock:
+                self._tell_trained()
+
     def rest(self) -> None:
         """A backward with trainable weights has ended: they may be rewritten, or may not."""
+        self._follow_streamed()
         self.rests = True
         self.engine.rest()
 
@@ -314,7 +346,7 @@ class DeviceState:
 
     def _set_trainable(self, is_trainable: bool) -> None:
         for listener in self.listeners:
-            for unit in getattr(listener, "trained_units", ()):
+            for unit in getattr(listener, "held_units", ()):
                 if unit in self.stamps:
                     self.engine.set_trainable(unit, is_trainable)
 
@@ -328,6 +360,7 @@ class DeviceState:
         """
         if self.kind.is_capturing(self.stream()):
             return
+        self._follow_streamed()
         if self.rests:
             with self.lock:
                 self.hold()
@@ -443,9 +476,10 @@ def _install_hooks() -> None:
 
 
 def _frozen_in(optimizer: Any) -> list[Tensor]:
-    """Return the tensors on the host that need no gradient, and that a step may write (MeZO).
+    """Return the tensors on the host that count as frozen, and that a step may write (MeZO).
 
-    Of an optimizer that has gradients, what has none is passed over: it was given the whole model.
+    Those need no gradient, or a streamed optimizer answers for them, which is another one. Of an
+    optimizer that has gradients, what has none is passed over: it was given the whole model.
     """
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     skips = type(optimizer).__module__.startswith("torch.optim.") or any(
@@ -454,9 +488,14 @@ def _frozen_in(optimizer: Any) -> list[Tensor]:
     return [
         parameter
         for parameter in given
-        if not parameter.requires_grad
+        if not parameter.requires_grad or _is_streamed_by_another(parameter, optimizer)
         if parameter.is_cpu and not (skips and parameter.grad is None)
     ]
+
+
+def _is_streamed_by_another(parameter: Tensor, optimizer: Any) -> bool:
+    steppers = [state.streamed.get(id(parameter)) for state in open_states()]
+    return any(s is not None and s.covers(parameter) and not s.is_of(optimizer) for s in steppers)
 
 
 def before_frozen_write(tensors: Sequence[Tensor]) -> None:

@@ -214,6 +214,7 @@ def _add_unit(structure: Structure, unit: Sequence[Chosen]) -> list[Leaf]:
         attachment.pieces.count_uses((), layer.masters.addresses.values())
     if trainable:
         attachment.trained_units.add(number)
+        attachment.held_units.add(number)
     return layers
 
 

@@ -105,6 +105,7 @@ class Attachment:
         self.lost: dict[str, weakref.ref[nn.Module]] = {}
         self._maybe_lost: list[Leaf] = []
         self.trained_units: set[int] = set()
+        self.held_units: set[int] = set()  # of those, what the engine holds: see `tell_trained`
         self.arena = Arena(state)
         self.pieces = masters.Pieces(state, self.name, lock_limit)
         self.traffic = Traffic(self.name)
@@ -364,19 +365,35 @@ class Attachment:
         if self.pieces.share is not None and trained - self.trained_units:
             self._leave_share([layer for layer in list(self.layers) if layer.unit in trained])
             trained = self._units_with_trained()
-        for unit in trained ^ self.trained_units:
-            if unit in self.state.stamps:
-                self.state.engine.set_trainable(unit, unit in trained)
         self.trained_units = trained
+        self.tell_trained()
         if not trained:
             self.gradients.give_back_all()
         return bool(trained)
 
-    def _units_with_trained(self) -> set[int]:
+    def tell_trained(self) -> None:
+        """Tell the engine of which units code may rewrite masters unseen: they are trained.
+
+        But for those of which all that is trained is stepped by streamed optimizers.
+        """
+        if not self.is_attached:
+            return
+        held = self._units_with_trained(is_unseen=True)
+        if self.held_units - held:
+            self.state.engine.hold()  # what was copied until now is no better than it was
+        for unit in held ^ self.held_units:
+            if unit in self.state.stamps:
+                self.state.engine.set_trainable(unit, unit in held)
+        self.held_units = held
+
+    def _units_with_trained(self, is_unseen: bool = False) -> set[int]:
         return {
             layer.unit
             for layer in list(self.layers)
-            if any(tensor.requires_grad for tensor in layer.tensors())
+            if any(
+                tensor.requires_grad and not (is_unseen and self.state.is_streamed(tensor))
+                for tensor in layer.tensors()
+            )
         }
 
     def before_frozen_write(self, tensors: Sequence[Tensor]) -> None:

@@ -67,7 +67,13 @@ class Home:
 
     state: DeviceState
     gradients: Gradients
-    units: list[int] = field(default_factory=list)  # that it is part of
+    # The layers that have it, and which of their tensors it is.
+    places: list[tuple[Any, int]] = field(default_factory=list)
+
+    @property
+    def units(self) -> list[int]:
+        """The units that it is part of."""
+        return [layer.unit for layer, _ in self.places]
 
 
 def homes() -> dict[int, Home]:
@@ -76,9 +82,10 @@ def homes() -> dict[int, Home]:
     for state in open_states():
         for attachment in state.listeners:
             for layer in getattr(attachment, "layers", ()):
-                for master in layer.masters.present:
-                    home = found.setdefault(id(master), Home(state, layer.attachment.gradients))
-                    home.units.append(layer.unit)
+                for index, master in enumerate(layer.masters.tensors):
+                    if master is not None:
+                        home = found.setdefault(id(master), Home(state, layer.attachment.gradients))
+                        home.places.append((layer, index))
     return found
 
 
@@ -461,6 +468,8 @@ class Batch:
         `is_brought`.
     tickets : list
         Of the copies there, and what they write to, which lives as long.
+    units : set
+        Whose copies in the arena are stepped where they lie.
     is_spent : bool
         Whether its step was begun: the optimizer may have written to `gradients`.
     stepped : list or None
@@ -474,6 +483,7 @@ class Batch:
     brought: list[_Row] = field(default_factory=list)
     is_brought: bool = False
     tickets: list[tuple[int, Tensor]] = field(default_factory=list)
+    units: set[int] = field(default_factory=set)
     is_spent: bool = False
     stepped: list[_Row] | None = None
     is_home: bool = False
@@ -494,6 +504,10 @@ class Stepper:
         self._homes: dict[int, Home] = {}
         self._counters: dict[int, set[str]] = {}  # names of states that are numbers of the host
         self._fused: set[int] = set()  # whose numbers are on the device
+        self._own: dict[int, Tensor] = {}  # managed Parameters that nobody else steps, by `id`
+        # By unit whose masters are being rewritten, where its copy is that is stepped, too; 0: it
+        # is not.
+        self._rewritten: dict[int, int] = {}
 
     def _use(self, state: DeviceState) -> None:
         """Step on a device from now on."""
@@ -504,6 +518,34 @@ class Stepper:
         self._open: list[tuple[int, Tensor | None]] = []
         self._joined = 0  # of those
         self._is_home = False  # all of them have arrived
+
+    def cover(self, optimizer: Any) -> None:
+        """Answer for the masters of the optimizer: what it steps stays on the device as it is.
+
+        The engine takes them for frozen ones, which this rewrites: see `DeviceState.streamed`.
+        """
+        if self.steps_in_backward:
+            return
+        homes, state = self._homes, self.state
+        own = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        own = {key: p for key, p in own.items() if key in homes and homes[key].state is state}
+        if own.keys() == self._own.keys() and all(map(state.is_streamed, own.values())):
+            return
+        self._own = own
+        state.cover(dict.fromkeys(own, self))
+
+    def begin_to_cover(self, optimizer: Any, homes: dict[int, Home]) -> None:
+        """`cover` what the optimizer has before its first step."""
+        self._homes = homes
+        self.cover(optimizer)
+
+    def covers(self, master: Tensor) -> bool:
+        """Whether it steps that."""
+        return self._own.get(id(master)) is master
+
+    def is_of(self, optimizer: Any) -> bool:
+        """Whether it steps for that optimizer."""
+        return optimizer.__dict__.get(STEPPER) is self
 
     @torch.no_grad()
     def step(self, optimizer: Any) -> None:
@@ -519,7 +561,9 @@ class Stepper:
             if state.device != self.state.device:
                 try_steps(optimizer, kind, state.device, self._homes)
             self._use(state)
+        self._end_rewrites()
         self._finish(optimizer, list(self._batches(optimizer)))
+        self.cover(optimizer)
 
     def refuse_unfinished(self, optimizer: Any) -> None:
         """Refuse to go on after a step that could not be completed."""
@@ -550,6 +594,8 @@ class Stepper:
                     self._let_go(batch)
             self.unfinished = False
             raise
+        finally:
+            self._end_rewrites()
         self._is_stepped()
         self.unfinished = False
 
@@ -593,6 +639,8 @@ class Stepper:
         self._arrive()
         for batch in batches:
             torch.autograd.graph.increment_version(batch.parameters)
+        for unit, address in list(self._rewritten.items()):
+            self._end_rewrite(unit, is_right=address != 0)
 
     def _step_batch(self, optimizer: Any, batch: Batch) -> None:
         if batch.stepped is None:
@@ -608,9 +656,10 @@ class Stepper:
             return
         self._let_go(batch)
         for parameter in batch.parameters:
-            there = nn.Parameter(
-                self._there(parameter.detach(), batch), requires_grad=parameter.requires_grad
-            )
+            there = self._copy_of(parameter, batch)
+            if there is None:
+                there = self._there(parameter.detach(), batch)
+            there = nn.Parameter(there, requires_grad=parameter.requires_grad)
             gradient = batch.gradients.get(id(parameter))
             if gradient is None:
                 gradient = self._there(cast("Tensor", parameter.grad).detach(), batch)
@@ -626,6 +675,52 @@ class Stepper:
             batch.brought.append((parameter, there, known))
         batch.is_brought = True
 
+    def _copy_of(self, parameter: Tensor, batch: Batch) -> Tensor | None:
+        """Return a Parameter as it lies in the arena, where it is stepped; None: it has to come.
+
+        From here on its units are rewritten. What another unit has of it, too, is not trusted.
+        """
+        home = self._homes.get(id(parameter))
+        if home is None or self.steps_in_backward:
+            return None
+        # Where code has given it other memory, copies are of what it was.
+        is_alone = len(home.places) == 1 and is_dense(parameter)
+        is_alone = is_alone and all(layer.masters.are(layer.parameters) for layer, _ in home.places)
+        for unit in home.units:
+            if unit not in self._rewritten:
+                self._rewritten[unit] = 0  # whatever interrupts this, its rewrite ends
+                self._rewritten[unit] = self.state.engine.rewrite(
+                    unit, self.state.stream(), self._stamps(unit) if is_alone else []
+                )
+            elif not is_alone:
+                self._rewritten[unit] = 0
+        layer, index = home.places[0]
+        address = self._rewritten[layer.unit]
+        if not address:
+            return None
+        batch.units.add(layer.unit)
+        views = layer.views.get(address) or layer.view_at(address)
+        return cast("Tensor", views[index])
+
+    def _stamps(self, unit: int) -> list[tuple[int, int]]:
+        return [(member, stamp()) for member, stamp in self.state.stamps.get(unit, {}).items()]
+
+    def _end_rewrite(self, unit: int, is_right: bool) -> None:
+        """The masters of a unit are written; `is_right`: so is its copy."""
+        self.state.engine.rewritten(
+            unit, self.state.stream(), self._stamps(unit) if is_right else []
+        )
+        del self._rewritten[unit]
+
+    def _end_rewrites(self) -> None:
+        """What a step has left begins anew: no copy of it is trusted."""
+        if self._rewritten:
+            with contextlib.suppress(OffloadError):
+                self._arrive()  # what goes home may lie in the arena
+        for unit in list(self._rewritten):
+            with contextlib.suppress(OffloadError):  # else at the next step
+                self._end_rewrite(unit, is_right=False)
+
     def _is_counter(self, parameter: Tensor, name: str, value: Any) -> bool:
         """Whether a state is a number that the optimizer has on the host."""
         if not (_is_plain(value) and value.dim() == 0 and value.device.type == "cpu"):
@@ -636,6 +731,8 @@ class Stepper:
     def _let_go(self, batch: Batch) -> None:
         """Forget what was brought; its memory is free in the order of the stream."""
         batch.is_brought = False
+        if batch.is_spent and batch.stepped is None:  # it may be stepped half
+            self._rewritten.update(dict.fromkeys(batch.units & self._rewritten.keys(), 0))
         while batch.tickets:
             self._end(batch.tickets[-1][0])
             batch.tickets.pop()
@@ -769,11 +866,13 @@ class Stepper:
         stream = state.stream()
         state.time.flush(stream)
         if there.stride() != host.stride():
+            state.engine.settle()
             host.copy_(there)
         elif self._is_locked(host):
             trip_home, addresses = state.engine.trip_home, (host.data_ptr(), there.data_ptr())
             self._open.append((trip_home(*addresses, nbytes, stream), there))
         else:
+            state.engine.settle()  # copies of units may still read what the host writes next
             state.engine.download(host.data_ptr(), there.data_ptr(), nbytes, stream)
 
     def _is_locked(self, host: Tensor) -> bool:

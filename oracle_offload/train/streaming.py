@@ -19,6 +19,9 @@ def stream_optimizer(optimizer: Any, *, during_backward: bool = False) -> Any:
     and sends Parameters and states home, both at once; hooks, closures, `GradScaler` and schedulers
     see one step. Its ``state_dict`` is what it was, and loads in plain torch.
 
+    Copies of what it steps stay on the device, as those of frozen weights: code that writes a few
+    elements by hand, through ``.data`` or numpy, does so in ``with manager.writing():``.
+
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
@@ -79,10 +82,9 @@ def stream_optimizer(optimizer: Any, *, during_backward: bool = False) -> Any:
     _refuse_by_name(optimizer)
     try_steps(optimizer, type(optimizer), state.device, at_home)
     patched = optimizer.__dict__.pop("step", None)  # a scheduler's, which counts calls
-    if during_backward:
-        optimizer.__dict__[STEPPER] = InBackward(state, optimizer)
-    else:
-        optimizer.__dict__[STEPPER] = Stepper(state)
+    stepper = InBackward(state, optimizer) if during_backward else Stepper(state)
+    stepper.begin_to_cover(optimizer, at_home)
+    optimizer.__dict__[STEPPER] = stepper
     kind: Any = type(optimizer)
     optimizer.__class__ = streamed(kind)
     if patched is not None:

@@ -30,10 +30,10 @@ def test_the_least_bytes_are_those_of_the_page():
     assert (there, home) == (69 * (m - c) + 34 * m + s, m + s + 33 * m + (m - c))
     assert full_training.least(m, s, 20.0, 1).sums() == (m + s, m + s)
     assert full_training.least(m, s, 0.0, 1).sums() == (
-        full_training.least(m, s, 0.0, 1, is_emptied=True).sums()
+        full_training.least(m, s, 0.0, 1, is_sent=True).sums()
     )
-    there, home = full_training.least(m, s, c, 2, is_emptied=True).sums()
-    assert (there, home) == (2 * (m + m - c) + m + m + m + s, 2 * m + m + s)
+    there, home = full_training.least(m, s, c, 2, is_sent=True).sums()
+    assert (there, home) == (5 * (m - c) + 2 * m + s, m + s + 2 * m)
 
 
 def test_a_step_is_near_the_bound_of_its_arena():
@@ -42,8 +42,8 @@ def test_a_step_is_near_the_bound_of_its_arena():
     rows.append(run(LLAMA, on["h100"], 0.5, steps=2))
     for row in rows:
         assert row["kernels_s"] < row["bound_s"] < row["step_s"]
-        assert 1.0 <= row["time_emptied_ratio"] <= full_training.TIME_GOAL
-        assert 1.0 <= row["bytes_emptied_ratio"] <= full_training.BYTES_GOAL
+        assert 1.0 <= row["time_sent_ratio"] <= full_training.TIME_GOAL
+        assert 1.0 <= row["bytes_sent_ratio"] <= full_training.BYTES_GOAL
         rounds, weights = row["case"].rounds, row["weights_bytes"]
         assert row["host_waits"] == rounds + 1, "each backward once, and the step"
         home = weights * (rounds + 1) + full_training.state_bytes(row["case"], weights)

@@ -1,0 +1,266 @@
+/* Units whose masters the device rewrites, as an optimizer's step does: where its copy is right it
+ * is written, too, and stays; nothing else is trusted, or fetched ahead, meanwhile. */
+#include "world.h"
+
+enum { ARENA = 400000, SMALL = 60000 }; /* of 24 units: all of them, or a few */
+
+static struct oo_stamp stamp_of(const struct world *w, unsigned i, uint64_t stamp) {
+    return (struct oo_stamp){.member = w->member[i], .stamp = stamp};
+}
+
+static uintptr_t rewrite(struct world *w, unsigned i, uint64_t before, uintptr_t stream) {
+    const struct oo_stamp stamp = stamp_of(w, i, before);
+    uintptr_t address = 1;
+    need(oo_unit_rewrite(w->engine, w->unit[i], &stamp, 1, stream, &address), "rewrite");
+    return address;
+}
+
+static void rewritten(struct world *w, unsigned i, uint64_t now, int is_right, uintptr_t stream) {
+    const struct oo_stamp stamp = stamp_of(w, i, now);
+    need(oo_unit_rewritten(w->engine, w->unit[i], &stamp, is_right ? 1 : 0, stream), "rewritten");
+}
+
+/* A kernel of `seconds` steps the copy at `address`, which goes home; who waits for that is told.
+ */
+static void step_copy(struct world *w, unsigned i, uintptr_t address, unsigned pattern,
+                      double seconds, uintptr_t stream) {
+    uint64_t ticket = 0;
+    kernel(stream, (const void *)address, w->bytes[i], 1, seconds);
+    fill((char *)address, w->bytes[i], pattern);
+    need(oo_trip_home(w->engine, w->master[i], address, w->bytes[i], stream, &ticket), "home");
+    need(oo_trip_await(w->engine, ticket), "await");
+    need(oo_trip_end(w->engine, ticket), "end");
+}
+
+static int resident(struct world *w, unsigned i) {
+    return oo_plan_resident(w->engine->plan, w->unit[i]) != NULL;
+}
+
+static uint64_t copied(struct world *w) { return stats_of(w).h2d_copies; }
+
+/* The copy is the one that the next forward computes with. */
+static void what_is_stepped_in_the_arena_stays(void) {
+    struct world w;
+    world_open_on_device(&w, ARENA);
+    for (int i = 0; i < 2; i++)
+        need(step(&w), "step");
+    uint64_t before = copied(&w);
+    for (unsigned i = 0; i < UNITS; i++) {
+        const uintptr_t address = rewrite(&w, i, 0, w.stream);
+        CHECK(address == oo_block_address(oo_plan_resident(w.engine->plan, w.unit[i])),
+              "unit %u is stepped elsewhere", i);
+        CHECK(rewrite(&w, i, 0, w.stream) == address, "it is in use, and is elsewhere");
+        CHECK(oo_plan_pins(w.engine->plan, w.unit[i]) == 1, "two uses");
+        step_copy(&w, i, address, 100 + i, 1e-5, w.stream);
+    }
+    for (unsigned i = 0; i < UNITS; i++)
+        rewritten(&w, i, 1, 1, w.stream);
+    const uint64_t stale = stats_of(&w).stale;
+    for (unsigned i = 0; i < UNITS; i++)
+        need(use_on(&w, i, OO_FORWARD, -1, 1, w.stream), "forward");
+    CHECK(copied(&w) == before && stats_of(&w).stale == stale, "copied anew");
+    /* What is stepped is watched as before: a stamp, and samples. */
+    w.master[3][0] ^= 1;
+    need(use_on(&w, 3, OO_FORWARD, -1, 1, w.stream), "a byte was written");
+    need(use_on(&w, 4, OO_FORWARD, -1, 2, w.stream), "a stamp tells of it");
+    CHECK(stats_of(&w).stale == stale + 2, "not seen");
+    world_close(&w, "stays");
+}
+
+/* Only a copy that is right is stepped; all others go, and whatever was not told is not trusted. */
+static void what_is_not_right_goes(void) {
+    struct world w;
+    world_open_on_device(&w, ARENA);
+    for (int i = 0; i < 2; i++)
+        need(step(&w), "step");
+    CHECK(!rewrite(&w, 1, 7, w.stream) && !resident(&w, 1), "of another stamp");
+    w.master[2][0] ^= 1;
+    CHECK(!rewrite(&w, 2, 0, w.stream) && !resident(&w, 2), "a byte was written");
+    uintptr_t address;
+    need(oo_unit_rewrite(w.engine, w.unit[3], NULL, 0, w.stream, &address), "rewrite");
+    CHECK(!address && !resident(&w, 3), "nobody said what its masters are");
+    w.engine->units[w.unit[4]].stale = 1;
+    CHECK(!rewrite(&w, 4, 0, w.stream) && !resident(&w, 4), "it is stale");
+    w.engine->units[w.unit[5]].is_fed = 1; /* as if its masters were not locked */
+    CHECK(!rewrite(&w, 5, 0, w.stream) && !resident(&w, 5), "threads may write to it");
+    w.engine->units[w.unit[5]].is_fed = 0;
+    w.engine->members[w.member[6]].stamp_known = 0;
+    CHECK(!rewrite(&w, 6, 0, w.stream) && !resident(&w, 6), "nobody has stamped it");
+    for (unsigned i = 1; i <= 6; i++) {
+        rewritten(&w, i, 1, 1, w.stream);
+        need(use_on(&w, i, OO_FORWARD, -1, 1, w.stream), "what has come anew");
+    }
+    /* Stepped by half, or by nobody: no stamp says that it is right. */
+    CHECK(rewrite(&w, 7, 0, w.stream) != 0, "it is there");
+    rewritten(&w, 7, 0, 0, w.stream);
+    CHECK(!resident(&w, 7) && !oo_plan_pins(w.engine->plan, w.unit[7]), "trusted");
+    /* Its masters are written by others meanwhile. */
+    CHECK(rewrite(&w, 8, 0, w.stream) != 0, "it is there");
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    rewritten(&w, 8, 0, 1, w.stream);
+    CHECK(!resident(&w, 8), "trusted");
+    /* Nobody begins, and somebody ends. */
+    need(use_on(&w, 9, OO_FORWARD, -1, 0, w.stream), "use");
+    rewritten(&w, 9, 0, 1, w.stream);
+    CHECK(!resident(&w, 9), "trusted");
+    world_close(&w, "not right");
+}
+
+/* A use that goes on while the masters are written has the bytes of before; the next one has not.
+ */
+static void what_somebody_computes_with_is_replaced_afterwards(void) {
+    struct world w;
+    struct oo_use use;
+    struct oo_fetched fetched;
+    world_open_on_device(&w, ARENA);
+    for (int i = 0; i < 2; i++)
+        need(step(&w), "step");
+    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    CHECK(!rewrite(&w, 3, 0, w.stream), "written to under a use");
+    CHECK(resident(&w, 3), "dropped under a use");
+    rewritten(&w, 3, 1, 1, w.stream);
+    CHECK(w.engine->units[w.unit[3]].stale, "trusted");
+    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    const uint64_t stale = stats_of(&w).stale;
+    need(use_on(&w, 3, OO_FORWARD, -1, 0, w.stream), "forward");
+    CHECK(stats_of(&w).stale == stale + 1, "not copied anew");
+    /* Likewise with the use that writes: others do not compute with what is written. */
+    CHECK(rewrite(&w, 3, 0, w.stream) != 0, "it is there");
+    CHECK(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_STATE,
+          "computed with");
+    rewritten(&w, 3, 0, 1, w.stream);
+    need(use_on(&w, 3, OO_FORWARD, -1, 0, w.stream), "forward");
+    world_close(&w, "in use");
+}
+
+/* H1 and H2: the step waits for the copy, and for other streams that still read it. */
+static void a_step_waits_for_the_copy_and_for_its_readers(void) {
+    static const int schedules[] = {SIM_TIMED, SIM_RANDOM, SIM_STARVE_COPY, SIM_STARVE_COMPUTE};
+    for (unsigned n = 0; n < CHECK_COUNT(schedules); n++) {
+        struct world w;
+        struct oo_use use;
+        struct oo_fetched fetched;
+        world_open_on_device(&w, ARENA);
+        CHECK(sim.simSetSchedule(schedules[n], 5) == 0, "schedule");
+        const uintptr_t other = new_stream(&w);
+        /* It comes on another stream's behalf, for which this one has not waited. */
+        need(acquire(w.engine, w.member[3], other, 0, OO_FORWARD, -1, 0, &use), "acquire");
+        kernel(other, (const void *)use.address, w.bytes[3], 0, 1e-2);
+        need(oo_engine_release(w.engine, use.ticket, other, 0, &fetched), "release");
+        const uintptr_t address = rewrite(&w, 3, 0, w.stream);
+        CHECK(address == use.address, "it is not there");
+        step_copy(&w, 3, address, 50, 1e-5, w.stream);
+        rewritten(&w, 3, 1, 1, w.stream);
+        need(use_on(&w, 3, OO_FORWARD, -1, 1, other), "the other stream reads what was stepped");
+        /* Nobody has used it: only its copy is waited for. */
+        uint32_t ahead = UNITS;
+        for (uint32_t i = 0; i < UNITS; i++)
+            if (i != 3 && resident(&w, i) && !w.engine->units[w.unit[i]].n_uses)
+                ahead = i;
+        CHECK(ahead < UNITS, "nothing was fetched ahead");
+        if (ahead < UNITS) {
+            const struct oo_stamp fetched_stamp = stamp_of(&w, ahead, 0);
+            need(oo_engine_stamp(w.engine, &fetched_stamp, 1, 0), "stamp");
+            const uintptr_t there = rewrite(&w, ahead, 0, w.stream);
+            CHECK(there != 0, "unit %u is not stepped where it lies", ahead);
+            step_copy(&w, ahead, there, 51, 1e-5, w.stream);
+            rewritten(&w, ahead, 1, 1, w.stream);
+            need(use_on(&w, ahead, OO_FORWARD, -1, 1, w.stream), "forward");
+        }
+        end_stream(&w, other);
+        check_no_reports("waits");
+        world_close(&w, "waits");
+    }
+}
+
+/* A slot that was stepped is given to another unit after the step, on whatever stream that was. */
+static void what_comes_in_its_place_waits_for_the_step(void) {
+    struct world w;
+    world_open_on_device(&w, SMALL);
+    for (int i = 0; i < 2; i++)
+        need(step(&w), "step");
+    const uintptr_t other = new_stream(&w);
+    for (unsigned i = 0; i < UNITS; i++) {
+        const uintptr_t address = rewrite(&w, i, 0, other);
+        if (address) {
+            step_copy(&w, i, address, 70 + i, 1e-5, other);
+            kernel(other, (const void *)address, w.bytes[i], 0, 1e-2); /* it is read late */
+        }
+        rewritten(&w, i, 0, address != 0, other);
+    }
+    need(step(&w), "step");
+    end_stream(&w, other);
+    world_close(&w, "in its place");
+}
+
+/* Units that are rewritten come when they are asked for, and are not trusted afterwards. */
+static void nothing_is_fetched_ahead_that_is_rewritten(void) {
+    struct world w;
+    world_open_on_device(&w, SMALL);
+    for (int i = 0; i < 3; i++)
+        need(step(&w), "step");
+    for (unsigned i = 0; i < UNITS; i++)
+        (void)rewrite(&w, i, 1, w.stream); /* nothing is right, and all of it goes */
+    const struct oo_stats before = stats_of(&w);
+    CHECK(!before.resident_units, "%llu units are there",
+          (unsigned long long)before.resident_units);
+    need(oo_engine_hold(w.engine), "hold");
+    need(oo_engine_resume(w.engine), "resume"); /* says anew what may be fetched ahead */
+    need(use_on(&w, 0, OO_FORWARD, -1, 0, w.stream), "use");
+    need(use_on(&w, 1, OO_FORWARD, -1, 0, w.stream), "use");
+    CHECK(stats_of(&w).prefetches == before.prefetches, "fetched ahead");
+    for (unsigned i = 0; i < UNITS; i++) {
+        fill(w.master[i], w.bytes[i], 200 + i);
+        rewritten(&w, i, 0, 1, w.stream);
+        CHECK(!resident(&w, i), "unit %u was copied while it was written", i);
+    }
+    need(step(&w), "step");
+    CHECK(stats_of(&w).prefetches > before.prefetches, "never fetched ahead again");
+    world_close(&w, "ahead");
+}
+
+static void what_is_refused(void) {
+    struct world w;
+    uintptr_t address;
+    world_open_on_device(&w, ARENA);
+    const struct oo_stamp of_another = stamp_of(&w, 4, 0), of_none = {.member = UINT32_MAX};
+    CHECK(oo_unit_rewrite(w.engine, 5000, NULL, 0, w.stream, &address) == OO_E_ARGUMENT, "unit");
+    CHECK(oo_unit_rewritten(w.engine, 5000, NULL, 0, w.stream) == OO_E_ARGUMENT, "unit");
+    CHECK(oo_unit_rewrite(w.engine, w.unit[3], &of_another, 1, w.stream, &address) == OO_E_ARGUMENT,
+          "another unit's");
+    CHECK(oo_unit_rewritten(w.engine, w.unit[3], &of_none, 1, w.stream) == OO_E_ARGUMENT, "none");
+    uint32_t model, unit, member;
+    size_t offset;
+    const struct oo_tensor tensor = {.host = w.master[0], .bytes = w.bytes[0]};
+    const uint32_t one = 1;
+    need(oo_model_add(w.engine, &model), "model");
+    need(oo_unit_add(w.engine, model, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
+    need(oo_model_remove(w.engine, model), "remove");
+    CHECK(oo_unit_rewrite(w.engine, unit, NULL, 0, w.stream, &address) == OO_E_ARGUMENT, "gone");
+    /* Where the driver fails, nothing is trusted, and the end can be told. */
+    for (int i = 0; i < 2; i++)
+        need(step(&w), "step");
+    const struct oo_stamp stamp = stamp_of(&w, 3, 0);
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    CHECK(oo_unit_rewrite(w.engine, w.unit[3], &stamp, 1, w.stream, &address) == OO_E_DRIVER &&
+              !address,
+          "no error");
+    rewritten(&w, 3, 0, 1, w.stream);
+    CHECK(!resident(&w, 3), "trusted");
+    need(step(&w), "step");
+    world_close(&w, "refused");
+}
+
+static const struct check_case cases[] = {
+    CASE(what_is_stepped_in_the_arena_stays),
+    CASE(what_is_not_right_goes),
+    CASE(what_somebody_computes_with_is_replaced_afterwards),
+    CASE(a_step_waits_for_the_copy_and_for_its_readers),
+    CASE(what_comes_in_its_place_waits_for_the_step),
+    CASE(nothing_is_fetched_ahead_that_is_rewritten),
+    CASE(what_is_refused),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
+}
