@@ -325,6 +325,12 @@ class Engine:
         write to that, too, at the address that is returned. 0: there is none.
         """
 
+    def written(self, unit: int, stream: int, /) -> None:
+        """What writes to the unit's copy is queued on `stream`, and what brings it home joined.
+
+        Others may take its place from then on.
+        """
+
     def rewritten(self, unit: int, stream: int, stamps: list[tuple[int, int]], /) -> None:
         """The masters are written, and have arrived; so is the copy, with a stamp of each member.
 

@@ -941,7 +941,7 @@ static enum oo_status oo__rewrite_copy(struct oo_engine *engine, uint32_t id, OO
     unit->n_kept++;
     unit->keeper = &oo__uses_here;
     unit->rewrite = (uint64_t)unit->generation << 32 | id;
-    unit->is_rewritten_too = 1;
+    unit->is_rewritten_too = unit->rewrite_lasts = 1;
 done:
     return status;
 }
@@ -961,13 +961,39 @@ enum oo_status oo_unit_rewrite(struct oo_engine *engine, uint32_t id, const stru
         unit->rewritten = 1;
         unit->stale = (uint8_t)resident; /* until it is known to be right */
         oo_plan_allow(engine->plan, id, 0);
+        OO_TRY(oo__order_after_reads(engine, (OOCUstream)stream));
         if (is_current)
             OO_TRY(oo__rewrite_copy(engine, id, (OOCUstream)stream));
         else if (!is_used)
             OO_TRY(oo__drop(engine, id));
     }
-    if (unit->is_rewritten_too)
+    if (unit->rewrite_lasts)
         *address = oo_block_address(oo_plan_resident(engine->plan, id));
+done:
+    oo__leave(engine);
+    return status;
+}
+
+/* The use in which the copy is written ends, if it has not. */
+static enum oo_status oo__written(struct oo_engine *engine, uint32_t id, OOCUstream stream) {
+    struct oo_unit *unit = &engine->units[id];
+    if (!unit->rewrite_lasts)
+        return OO_OK;
+    enum oo_status status = oo__end_use(engine, unit->rewrite, stream);
+    if (status != OO_OK)
+        return status;
+    unit->rewrite_lasts = 0;
+    unit->n_kept--;
+    oo__use_ended(engine, id);
+    return OO_OK;
+}
+
+enum oo_status oo_unit_written(struct oo_engine *engine, uint32_t id, uintptr_t stream) {
+    enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
+    if (status != OO_OK)
+        return status;
+    OO_TRY(oo__check_stamps(engine, id, NULL, 0));
+    status = oo__written(engine, id, (OOCUstream)stream);
 done:
     oo__leave(engine);
     return status;
@@ -980,14 +1006,10 @@ enum oo_status oo_unit_rewritten(struct oo_engine *engine, uint32_t id,
         return status;
     OO_TRY(oo__check_stamps(engine, id, stamps, count));
     struct oo_unit *unit = &engine->units[id];
-    const int is_right = unit->is_rewritten_too && count == unit->n_members;
-    if (unit->rewrite) {
-        OO_TRY(oo__end_use(engine, unit->rewrite, (OOCUstream)stream));
-        unit->n_kept--;
-        oo__use_ended(engine, id);
-    }
+    OO_TRY(oo__written(engine, id, (OOCUstream)stream));
+    const int is_right = unit->is_rewritten_too && count == unit->n_members &&
+                         unit->generation == (uint32_t)(unit->rewrite >> 32);
     unit->rewritten = unit->is_rewritten_too = 0;
-    unit->rewrite = 0;
     oo_plan_allow(engine->plan, id, oo__may_fetch_ahead(engine, unit));
     if (!oo_plan_resident(engine->plan, id))
         goto done;

@@ -228,7 +228,8 @@ struct oo_unit {
     uint8_t trainable, removed, stale;
     uint8_t leaving;          /* to be dropped as soon as nobody computes with it */
     uint8_t rewritten;        /* its masters are, by the device: oo_unit_rewrite */
-    uint8_t is_rewritten_too; /* so is its copy, in the use of this ticket, if it has one: */
+    uint8_t is_rewritten_too; /* so is its copy, which was used by this ticket: */
+    uint8_t rewrite_lasts;    /* that use goes on */
     uint64_t rewrite;
     uint8_t is_fed;                /* by the copy threads: not all of its parts are locked */
     uint8_t is_coded, decodes;     /* some of its parts are chunks; some of those need a kernel */

@@ -122,6 +122,17 @@ enum oo_status oo__mark_read(struct oo_engine *engine, OOCUstream stream) {
     return OO_OK;
 }
 
+/* H7: what is queued on `stream` next writes masters, by copies that wait for it. */
+enum oo_status oo__order_after_reads(struct oo_engine *engine, OOCUstream stream) {
+    enum oo_status status = OO_OK;
+    for (uint32_t i = 0; i < engine->reads.count && status == OO_OK; i++) {
+        const struct oo_last_use *read = &engine->reads.last[i];
+        status = read->lost ? oo__synchronize(engine, read->stream, 1)
+                            : OO_DRIVE(engine, cuStreamWaitEvent, stream, read->event->handle, 0);
+    }
+    return status;
+}
+
 enum oo_status oo__await_reads(struct oo_engine *engine) {
     enum oo_status status = OO_OK;
     while (engine->reads.count && status == OO_OK)

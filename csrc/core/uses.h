@@ -16,6 +16,8 @@ enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit, OOCU
 enum oo_status oo__order_after_uses(struct oo_engine *engine, uint32_t unit, OOCUstream writer);
 /* `stream` has queued its last read, so far, of masters where they lie. */
 enum oo_status oo__mark_read(struct oo_engine *engine, OOCUstream stream);
+/* Make the stream wait for all such reads. */
+enum oo_status oo__order_after_reads(struct oo_engine *engine, OOCUstream stream);
 /* Wait on the host for all such reads. */
 enum oo_status oo__await_reads(struct oo_engine *engine);
 /* The context is gone, or going, and with it what it had queued. */

@@ -465,8 +465,11 @@ enum oo_status oo_engine_resume(struct oo_engine *engine);
 enum oo_status oo_unit_rewrite(struct oo_engine *engine, uint32_t unit,
                                const struct oo_stamp *stamps, uint32_t count, uintptr_t stream,
                                uintptr_t *address);
-/* The masters are written, and what was sent has arrived. The copy that was in use, on `stream`, is
- * what they are, if there is a stamp for each member; else it goes. */
+/* What writes to the unit's copy is queued on `stream`, which waits for what goes home of it:
+ * others may take its place. */
+enum oo_status oo_unit_written(struct oo_engine *engine, uint32_t unit, uintptr_t stream);
+/* The masters are written, and what was sent has arrived. The copy that was written, on `stream`,
+ * is what they are, if it is there still and there is a stamp for each member; else it goes. */
 enum oo_status oo_unit_rewritten(struct oo_engine *engine, uint32_t unit,
                                  const struct oo_stamp *stamps, uint32_t count, uintptr_t stream);
 /* Wait on the host until nothing that is queued reads masters: any of them may be rewritten until

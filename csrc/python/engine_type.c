@@ -870,6 +870,18 @@ static PyObject *oo__engine_rewritten(PyObject *object, PyObject *const *argumen
     return result;
 }
 
+static PyObject *oo__engine_written(PyObject *object, PyObject *const *arguments,
+                                    Py_ssize_t count) {
+    unsigned long long v[2];
+    struct oo_engine *engine = oo__engine_with(
+        object, "written", arguments, count, oo__rewrite_takes, OO_COUNT_OF(oo__rewrite_takes), v);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_unit_written(engine, (uint32_t)v[0], (uintptr_t)v[1]));
+    return oo__none_or_raise(object, status);
+}
+
 static const struct oo_parameter oo__download_takes[] = {OO_ADDRESS("target"), OO_ADDRESS("source"),
                                                          OO_BYTES("nbytes"), OO_ADDRESS("stream")};
 
@@ -1546,6 +1558,8 @@ static PyMethodDef oo__engine_methods[] = {
     {"rewrite", OO_FAST(oo__engine_rewrite),
      "rewrite($self, unit, stream, stamps, /)\n--\n\nThe device writes to the unit's masters, and "
      "to its copy at the address that is returned, or 0."},
+    {"written", OO_FAST(oo__engine_written),
+     "written($self, unit, stream, /)\n--\n\nThe stream has got what writes to the unit's copy."},
     {"rewritten", OO_FAST(oo__engine_rewritten),
      "rewritten($self, unit, stream, stamps, /)\n--\n\nThe masters are written, and have arrived."},
     {"stamp", oo__engine_stamp, METH_O,

@@ -152,7 +152,6 @@ class DeviceState:
         self.steppers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # By unit, what rewrites its masters while backward goes on; a row is replaced.
         self.rewritten: dict[int, tuple[Any, ...]] = {}
-        self._steps_in_backward = False
         # By the `id` of a master, what alone rewrites it: see `cover`.
         self.streamed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._n_streamed = 0
@@ -299,19 +298,7 @@ class DeviceState:
     def hold(self) -> None:
         """Trainable weights are rewritten from now on."""
         self.rests = False
-        self.end_stepping()
         self.engine.hold()
-
-    def begin_stepping(self) -> None:
-        """Units are rewritten one by one, while backward goes on with the others: see `rewrite`.
-
-        The engine fetches no unit ahead that is trainable while something is held. So those that
-        are yet to be used in this backward are not, and each becomes so when it is rewritten.
-        """
-        with self.lock:
-            self._steps_in_backward = True
-            self._set_trainable(False)
-            self.engine.hold()
 
     def rewrite(self, unit: int, stepper: Any) -> None:
         """Masters of a unit are rewritten by what `stepper` sends home from now on."""
@@ -319,13 +306,11 @@ class DeviceState:
             others = self.rewritten.get(unit, ())
             if stepper not in others:
                 self.rewritten[unit] = (*others, stepper)
-            if not others and unit in self.stamps:
-                self.engine.set_trainable(unit, True)
 
     def await_rewrite(self, unit: int) -> None:
         """Wait until what was sent to masters of a unit is there: somebody uses them again."""
         for stepper in self.rewritten.get(unit, ()):
-            stepper.await_home()
+            stepper.await_home(unit)
 
     def end_rewrites(self, stepper: Any) -> None:
         """All that `stepper` has sent is home."""
@@ -337,18 +322,11 @@ class DeviceState:
                 else:
                     del self.rewritten[unit]
 
-    def end_stepping(self) -> None:
-        """Undo `begin_stepping`, if it was done."""
-        with self.lock:
-            if self._steps_in_backward:
-                self._set_trainable(True)
-                self._steps_in_backward = False
-
-    def _set_trainable(self, is_trainable: bool) -> None:
-        for listener in self.listeners:
-            for unit in getattr(listener, "held_units", ()):
-                if unit in self.stamps:
-                    self.engine.set_trainable(unit, is_trainable)
+    def break_off_steps(self) -> None:
+        """Let go of copies that a backward was to step whose exception is still at hand."""
+        with self.gradients_lock:
+            for stepper in set(self.steppers.values()):
+                stepper.break_off()
 
     def begin_forward(self) -> None:
         """Before the first managed forward after a backward trained weights are copied anew.

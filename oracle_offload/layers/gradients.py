@@ -160,8 +160,6 @@ class Late:
     def step(self, stepper: Any, master: Tensor, gradient: Tensor) -> None:
         """Let `stepper` step a master, now or until the graph task ends."""
         stepper.refuse(self, master, gradient)
-        if not self._steppers:
-            self._state.begin_stepping()
         if stepper not in self._steppers:
             self._steppers.append(stepper)
             stepper.begin(self)
@@ -172,7 +170,6 @@ class Late:
         while self._steppers:
             self._steppers[-1].end()
             self._steppers.pop()
-        self._state.end_stepping()
 
     def finish(self) -> None:
         """Wait, and set ``.grad`` of all masters."""
@@ -216,9 +213,6 @@ class Late:
         for stepper in self._steppers:
             with contextlib.suppress(Exception):
                 stepper.break_off()
-        if self._steppers:
-            with contextlib.suppress(Exception):
-                self._state.end_stepping()
 
 
 def _end(state: DeviceState, ticket: int, held: object) -> None:

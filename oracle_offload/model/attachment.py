@@ -706,6 +706,7 @@ class Attachment:
         """Give everything back to the device; masters stay where they are, as ordinary memory."""
         if os.getpid() != self._pid:
             return
+        self.state.break_off_steps()
         # Any step may fail, or be refused while in use: what was done stays done, and closing again
         # goes on from there.
         with self.state.lock:  # two threads may close what is left

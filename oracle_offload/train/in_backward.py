@@ -25,10 +25,12 @@ from torch.nn.utils import clip_grad
 
 from ..engine import optimizer_states, step_scalars
 from ..engine.engines import DeviceState, open_states
+from ..engine.geometry import tensor_bytes
 from ..errors import OffloadError
 from . import stepping
 from .stepping import Batch, Stepper, bytes_of, homes, refuse_sparse
 
+_KEPT_OF_ARENA = 8  # copies that wait to be stepped have this part of the arena at most
 _AFTER = "Stream the optimizer without during_backward=True"
 _CLIPS = (
     clip_grad.clip_grad_norm_,
@@ -52,6 +54,7 @@ class InBackward(Stepper):
         self._left: list[Batch] = []  # of the backward that runs; the last one is not full
         self._bytes = 0  # of that
         self._units: set[int] = set()  # of that
+        self._kept: dict[int, int] = {}  # bytes of copies that others may not replace, by unit
         self._late: weakref.ref[Any] | None = None  # the graph task that runs
         self._running: Any = None  # the optimizer, for as long as it does
         self._stream: Any = contextlib.nullcontext()  # on which gradients are
@@ -149,6 +152,27 @@ class InBackward(Stepper):
         self._bytes += nbytes
         self._units |= units
         self._taken[id(master)] = master
+        self._keep_copy(master)
+
+    def _keep_copy(self, master: Tensor) -> None:
+        """Keep the copy that backward has used until it is stepped, where that leaves enough room.
+
+        Of a unit of several layers the others may be used next.
+        """
+        home = self._homes.get(id(master))
+        if home is None or len(home.places) != 1:
+            return
+        ((layer, _),) = home.places
+        unit, state = layer.unit, self.state
+        if unit in self._rewritten or len(state.stamps.get(unit, ())) != 1:
+            return
+        nbytes = sum(map(tensor_bytes, layer.masters.present))
+        arena = sum(segment.nbytes for segment in state.segments)
+        if (sum(self._kept.values()) + nbytes) * _KEPT_OF_ARENA > arena:
+            return
+        state.rewrite(unit, self)
+        self._kept[unit] = nbytes
+        self._rewrite(home, master)
 
     def _advance(self, optimizer: Any) -> None:
         """Let the states of the latest batch come, and step the one before, whose have."""
@@ -156,6 +180,8 @@ class InBackward(Stepper):
         self._bring(optimizer, latest)
         for batch in before:
             if not batch.is_home:
+                if batch.stepped is None:
+                    self._bring(optimizer, batch)  # what was used again has gone
                 self._step_batch(optimizer, batch)
 
     def _bring(self, optimizer: Any, batch: Batch) -> None:
@@ -172,12 +198,26 @@ class InBackward(Stepper):
         super()._send_home(optimizer, batch)
         batch.gradients.clear()
         torch.autograd.graph.increment_version(batch.parameters)
+        later = {unit for other in self._left if not other.is_home for unit in other.units}
+        for other in self._left:  # the stream waits for what those before this one have sent
+            for unit in other.units - later if other.is_home else ():
+                if self._rewritten.get(unit):
+                    self._rewritten[unit] = 0
+                    self._written.add(unit)
+                    self.state.engine.written(unit, self.state.stream())
+                self._kept.pop(unit, None)
 
-    def await_home(self) -> None:
-        """Wait until what was sent is home; more may be sent afterwards."""
+    def await_home(self, unit: int) -> None:
+        """Wait until what was sent of a unit is home; more may be sent afterwards."""
         with self.state.gradients_lock:
             if self._open:
                 self.state.engine.trip_await(self._open[-1][0])
+            if unit in self._rewritten:
+                for batch in self._left:
+                    if unit in batch.units and batch.stepped is None:
+                        self._let_go(batch)  # it comes again
+                self._end_rewrite(unit, is_right=True)
+                self._kept.pop(unit, None)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -209,6 +249,8 @@ class InBackward(Stepper):
             self._arrive()
         for batch in batches:
             self._let_go(batch)
+        self._end_rewrites()
+        self._kept.clear()
         self.state.end_rewrites(self)
 
     # ---- afterwards ----

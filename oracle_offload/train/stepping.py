@@ -508,6 +508,7 @@ class Stepper:
         # By unit whose masters are being rewritten, where its copy is that is stepped, too; 0: it
         # is not.
         self._rewritten: dict[int, int] = {}
+        self._written: set[int] = set()  # of those, whose copies were stepped, and may be gone
 
     def _use(self, state: DeviceState) -> None:
         """Step on a device from now on."""
@@ -524,8 +525,6 @@ class Stepper:
 
         The engine takes them for frozen ones, which this rewrites: see `DeviceState.streamed`.
         """
-        if self.steps_in_backward:
-            return
         homes, state = self._homes, self.state
         own = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         own = {key: p for key, p in own.items() if key in homes and homes[key].state is state}
@@ -639,8 +638,8 @@ class Stepper:
         self._arrive()
         for batch in batches:
             torch.autograd.graph.increment_version(batch.parameters)
-        for unit, address in list(self._rewritten.items()):
-            self._end_rewrite(unit, is_right=address != 0)
+        for unit in list(self._rewritten):
+            self._end_rewrite(unit, is_right=True)
 
     def _step_batch(self, optimizer: Any, batch: Batch) -> None:
         if batch.stepped is None:
@@ -681,9 +680,23 @@ class Stepper:
         From here on its units are rewritten. What another unit has of it, too, is not trusted.
         """
         home = self._homes.get(id(parameter))
-        if home is None or self.steps_in_backward:
+        if home is None:
             return None
-        # Where code has given it other memory, copies are of what it was.
+        self._rewrite(home, parameter)
+        layer, index = home.places[0]
+        address = self._rewritten[layer.unit]
+        if not address:
+            self._written.difference_update(home.units)
+            return None
+        batch.units.add(layer.unit)
+        views = layer.views.get(address) or layer.view_at(address)
+        return cast("Tensor", views[index])
+
+    def _rewrite(self, home: Home, parameter: Tensor) -> None:
+        """Rewrite a Parameter from here on, and the copy of its unit, if there is one that may be.
+
+        Where code has given it other memory, copies are of what it was.
+        """
         is_alone = len(home.places) == 1 and is_dense(parameter)
         is_alone = is_alone and all(layer.masters.are(layer.parameters) for layer, _ in home.places)
         for unit in home.units:
@@ -694,23 +707,18 @@ class Stepper:
                 )
             elif not is_alone:
                 self._rewritten[unit] = 0
-        layer, index = home.places[0]
-        address = self._rewritten[layer.unit]
-        if not address:
-            return None
-        batch.units.add(layer.unit)
-        views = layer.views.get(address) or layer.view_at(address)
-        return cast("Tensor", views[index])
 
     def _stamps(self, unit: int) -> list[tuple[int, int]]:
         return [(member, stamp()) for member, stamp in self.state.stamps.get(unit, {}).items()]
 
     def _end_rewrite(self, unit: int, is_right: bool) -> None:
-        """The masters of a unit are written; `is_right`: so is its copy."""
+        """The masters of a unit are written; `is_right`: so is its copy, if it was to be."""
+        is_right = is_right and (self._rewritten[unit] != 0 or unit in self._written)
         self.state.engine.rewritten(
             unit, self.state.stream(), self._stamps(unit) if is_right else []
         )
         del self._rewritten[unit]
+        self._written.discard(unit)
 
     def _end_rewrites(self) -> None:
         """What a step has left begins anew: no copy of it is trusted."""

@@ -193,6 +193,60 @@ static void what_comes_in_its_place_waits_for_the_step(void) {
     world_close(&w, "in its place");
 }
 
+/* Once a copy is written and on its way home others may take its place; if nobody has, it is right.
+ */
+static void a_copy_that_is_written_may_be_replaced(void) {
+    struct world w;
+    world_open_on_device(&w, SMALL);
+    for (int i = 0; i < 3; i++)
+        need(step(&w), "step");
+    const uintptr_t address = rewrite(&w, 0, 0, w.stream);
+    CHECK(address != 0, "it is not there");
+    step_copy(&w, 0, address, 90, 1e-5, w.stream);
+    need(oo_unit_written(w.engine, w.unit[0], w.stream), "written");
+    need(oo_unit_written(w.engine, w.unit[0], w.stream), "written, once more");
+    CHECK(!oo_plan_pins(w.engine->plan, w.unit[0]) && w.engine->units[w.unit[0]].stale, "in use");
+    CHECK(rewrite(&w, 0, 0, w.stream) == 0, "written to in nobody's use");
+    rewritten(&w, 0, 1, 1, w.stream);
+    const uint64_t late = stats_of(&w).late;
+    need(use_on(&w, 0, OO_FORWARD, -1, 1, w.stream), "forward");
+    CHECK(stats_of(&w).late == late, "copied anew");
+    /* Another unit comes in its place, and then it itself, while it is not home. */
+    const uintptr_t again = rewrite(&w, 0, 1, w.stream);
+    kernel(w.stream, (const void *)again, w.bytes[0], 1, 1e-2);
+    need(oo_unit_written(w.engine, w.unit[0], w.stream), "written");
+    for (unsigned i = 1; i < UNITS; i++)
+        need(use_on(&w, i, OO_FORWARD, -1, 0, w.stream), "forward");
+    CHECK(!resident(&w, 0), "nothing took its place");
+    need(use_on(&w, 0, OO_FORWARD, -1, 1, w.stream), "it comes anew");
+    rewritten(&w, 0, 2, 1, w.stream);
+    CHECK(!resident(&w, 0), "what was copied while it was written is trusted");
+    CHECK(oo_unit_written(w.engine, 5000, w.stream) == OO_E_ARGUMENT, "no such unit");
+    world_close(&w, "written");
+}
+
+/* H7: kernels on other streams may read masters where they lie while the device writes them. */
+static void what_reads_masters_in_place_is_waited_for(void) {
+    struct world w;
+    uintptr_t address;
+    world_open_on_device(&w, ARENA);
+    for (int i = 0; i < 2; i++)
+        need(step(&w), "step");
+    const uintptr_t other = new_stream(&w);
+    const struct oo_request request = {
+        .member = w.member[3], .kind = OO_FORWARD, .stream = other, .task = -1};
+    need(oo_engine_map(w.engine, &request, 0, &address), "map");
+    CHECK(address != 0, "not mapped");
+    kernel(other, w.master[3], w.bytes[3], 0, 1e-2);
+    need(oo_engine_unmap(w.engine, w.member[3], other), "unmap");
+    const uintptr_t copy = rewrite(&w, 3, 0, w.stream);
+    CHECK(copy != 0, "it is not there");
+    step_copy(&w, 3, copy, 60, 1e-5, w.stream);
+    rewritten(&w, 3, 1, 1, w.stream);
+    end_stream(&w, other);
+    world_close(&w, "reads");
+}
+
 /* Units that are rewritten come when they are asked for, and are not trusted afterwards. */
 static void nothing_is_fetched_ahead_that_is_rewritten(void) {
     struct world w;
@@ -257,6 +311,8 @@ static const struct check_case cases[] = {
     CASE(what_somebody_computes_with_is_replaced_afterwards),
     CASE(a_step_waits_for_the_copy_and_for_its_readers),
     CASE(what_comes_in_its_place_waits_for_the_step),
+    CASE(a_copy_that_is_written_may_be_replaced),
+    CASE(what_reads_masters_in_place_is_waited_for),
     CASE(nothing_is_fetched_ahead_that_is_rewritten),
     CASE(what_is_refused),
 };

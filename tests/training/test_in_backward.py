@@ -14,6 +14,7 @@ from test_stepping import OPTIMIZERS, Net, assert_alike, backward, build, cloned
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import oracle_offload
 from oracle_offload import DriverError, OffloadError, accumulate
 from oracle_offload import manager as manager_of
 from oracle_offload.engine import simulator
@@ -88,10 +89,12 @@ def test_steps_have_the_resident_bits_and_gradients_stay(device, name, small_bat
             after = moved(manager)
             assert_same(*losses)
             assert all(p.grad is None for p in own if id(p) in trained)
-            assert after["brought_bytes"] - before["brought_bytes"] >= nbytes + kept
+            # Of weights those come that are not stepped where backward has used them.
+            assert kept <= after["brought_bytes"] - before["brought_bytes"] <= nbytes + kept + 64
             home = nbytes + states(manager, optimizers[0]) + others
             if "fused" not in name:  # whose counters are on the device, too
-                assert after["brought_bytes"] - before["brought_bytes"] == nbytes + kept
+                weights = after["brought_bytes"] - before["brought_bytes"] - kept
+                assert 0 <= weights <= nbytes
                 assert after["d2h_bytes"] - before["d2h_bytes"] == home
             assert after["host_waits"] - before["host_waits"] == 1
             for optimizer in optimizers:
@@ -570,6 +573,98 @@ def test_a_weight_that_is_used_again_in_the_same_backward_is_the_stepped_one(dev
             with torch.no_grad():
                 assert_same(seen[number], managed.layers[4](x.detach()).cpu())
         assert len(seen) == 2
+
+
+@pytest.mark.parametrize("percent", [0.0, 0.5], ids=["all", "half"])
+def test_what_backward_has_used_is_what_is_stepped(device, monkeypatch, percent, small_batches):
+    """The link brings a weight once for forward and once for backward, and states once."""
+    if small_batches == "together":
+        pytest.skip("in units of their own")
+    monkeypatch.setattr(stepping, "BATCH_BYTES", 4 * 4 * 128**2)  # a weight with its states
+    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 2)
+    managed = wide()
+    resident = copy.deepcopy(managed).to(device)
+    models = managed, resident
+    weights = sum(p.nbytes for p in managed.parameters())
+    slot = weights / 16
+    with attached(managed, device, offload_percent=percent) as manager:
+        assert len({layer.unit for layer in manager.layers}) == 16
+        missing = max(0, weights - manager.attachment.arena.capacity_bytes)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+        streamed(optimizers[0])
+        for number in range(5):
+            before = manager.state.engine.stats()
+            for model, optimizer in zip(models, optimizers, strict=True):
+                torch.manual_seed(number)
+                model(torch.randn(4, 128).to(device).requires_grad_()).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            after = manager.state.engine.stats()
+            assert_alike(models, optimizers)
+        came, brought, home = (
+            after[name] - before[name] for name in ("h2d_bytes", "brought_bytes", "d2h_bytes")
+        )
+        assert home == 3 * weights
+        # What is not in the arena for good comes once more to be stepped.
+        assert 2 * weights <= brought <= 2 * weights + missing + 2 * slot * (missing > 0)
+        assert 2 * missing <= came <= 2 * missing + 4 * slot * (missing > 0)
+        assert not any(pins for *_, pins in manager.state.engine.residents())
+
+
+def wide():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(16)))
+
+
+def test_a_copy_that_waits_to_be_stepped_may_be_used_again(device, monkeypatch, small_batches):
+    """By a hook, without grad, before its batch is full, or once it is home."""
+    if small_batches == "together":
+        pytest.skip("in units of their own")
+    monkeypatch.setattr(stepping, "BATCH_BYTES", 3 * 2 * 4 * 128**2)  # three weights at first
+    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 1)
+    managed = wide()
+    resident = copy.deepcopy(managed).to(device)
+    models = managed, resident
+    with attached(managed, device, offload_percent=0.0):
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        streamed(optimizers[0])
+        used = []
+        for number in range(2):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                torch.manual_seed(number)
+                x = torch.randn(4, 128).to(device)
+                y = model[:8](x.requires_grad_())
+
+                def use_again(gradient, model=model, x=x):
+                    if model is managed:
+                        with torch.no_grad():
+                            for layer in model[8:]:
+                                used.append(layer(x.detach()))
+
+                y.register_hook(use_again)
+                model[8:](y).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_alike(models, optimizers)
+        assert len(used) == 16
+
+
+def test_a_model_leaves_while_the_exception_of_its_backward_is_at_hand(device, monkeypatch):
+    """Copies that waited to be stepped are in use until then."""
+    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 1)
+    managed = wide()
+    manager = oracle_offload.attach(managed, device, offload_percent=0.0)
+    optimizer = streamed(torch.optim.SGD(managed.parameters(), lr=0.1))
+
+    def fails(stepper, optimizer, batch):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(stepping.Stepper, "_compute", fails)
+    with pytest.raises(ZeroDivisionError) as raised:
+        managed(torch.randn(4, 128).to(device).requires_grad_()).square().mean().backward()
+    assert raised.value.__traceback__ is not None
+    manager.detach()
+    assert optimizer is not None
 
 
 @pytest.mark.parametrize("reentrant", [None, True], ids=["plain", "reentrant"])
