@@ -125,6 +125,10 @@ def runtime(torch: Path) -> Path:
         *("g++", "-std=c++17", *C_FLAGS, "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"),
         *(f"-isystem{toolkit_headers(torch)}", "-c", HERE / "runtime.cpp", "-o", made),
     )
+    # torch calls it while the process ends, when destructors have run.
+    ends = re.findall(r"__cxa_(?:thread_)?atexit", run("nm", "--undefined-only", made))
+    if ends:
+        raise SystemExit("an object of runtime.cpp has a destructor: torch may still use it then")
     defined = set(re.findall(r" T (\w+)$", run("nm", "--defined-only", made), re.MULTILINE))
     lacking = [name for name in imports(torch, "runtime") if name not in defined]
     stubs(lacking, OUTPUT / "runtime_stubs.c", 'return cuda_sim_missing("{name}");')

@@ -150,6 +150,11 @@ OOCUresult cuLogsRegisterCallback(void *function, void *data, void **handle) {
         *handle = NULL;
     return OOCU_SUCCESS;
 }
+API OOCUresult cuLogsUnregisterCallback(void *handle);
+OOCUresult cuLogsUnregisterCallback(void *handle) {
+    (void)handle;
+    return OOCU_SUCCESS;
+}
 
 /* ---- copies and fills, of any direction ---- */
 

@@ -7,9 +7,13 @@
 // it, but for torch.cuda._sleep's, which writes nothing.
 //
 // What PyTorch's libraries import and this file lacks is made by build.py: it fails by its name.
+//
+// PyTorch calls until the process has ended, after the destructors of threads and of most objects.
+// So nothing here has a destructor: words lie in arrays, tables are never freed. build.py looks.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -40,7 +44,7 @@ constexpr int VERSION = 13000, CARDS = 8;
 
 thread_local int current = 0;
 thread_local cudaError_t last_error = cudaSuccess;
-thread_local std::string what_failed; // more words for the error that was returned last
+thread_local char what_failed[512]; // more words for the error that was returned last
 
 cudaError_t told(int code) {
     const auto error = static_cast<cudaError_t>(code);
@@ -50,7 +54,7 @@ cudaError_t told(int code) {
 }
 
 cudaError_t refused(cudaError_t error, const std::string &words) {
-    what_failed = words;
+    std::snprintf(what_failed, sizeof what_failed, "%s", words.c_str());
     return told(error);
 }
 
@@ -185,17 +189,16 @@ API cudaError_t cudaProfilerStop() { return cudaSuccess; }
 API cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 API cudaError_t cudaPeekAtLastError() { return last_error; }
 API const char *cudaGetErrorString(cudaError_t error) {
-    static thread_local std::string text;
+    static thread_local char text[1024];
     const char *known = nullptr;
-    text = cuGetErrorString(static_cast<CUresult>(error), &known) || !known
-               ? "unrecognized error code"
-               : known;
-    if (error == cudaErrorNotSupported && !what_failed.empty())
-        text += " (" + what_failed + ")";
-    return text.c_str();
+    if (cuGetErrorString(static_cast<CUresult>(error), &known) || !known)
+        known = "unrecognized error code";
+    const bool more = error == cudaErrorNotSupported && *what_failed;
+    std::snprintf(text, sizeof text, more ? "%s (%s)" : "%s", known, what_failed);
+    return text;
 }
 API const char *cudaGetErrorName(cudaError_t error) {
-    static const std::map<int, const char *> names = {
+    static const auto &names = *new std::map<int, const char *>{
         {cudaSuccess, "cudaSuccess"},
         {cudaErrorInvalidValue, "cudaErrorInvalidValue"},
         {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation"},
@@ -426,7 +429,7 @@ namespace {
 
 std::mutex kernels_lock;
 std::unordered_map<const void *, const char *> &kernels() {
-    static auto *all = new std::unordered_map<const void *, const char *>; // outlives every library
+    static auto *all = new std::unordered_map<const void *, const char *>;
     return *all;
 }
 struct Variable {
@@ -503,18 +506,20 @@ struct Configuration {
     size_t shared;
     cudaStream_t stream;
 };
-thread_local std::vector<Configuration> configurations;
+thread_local Configuration configurations[8]; // one inside another: a launch may need a copy
+thread_local size_t configured = 0;
 } // namespace
 API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared,
                                          cudaStream_t stream) {
-    configurations.push_back({grid, block, shared, stream});
+    if (configured == std::size(configurations))
+        return 1;
+    configurations[configured++] = {grid, block, shared, stream};
     return 0;
 }
 API cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
-    if (configurations.empty())
+    if (!configured)
         return told(cudaErrorMissingConfiguration);
-    const Configuration last = configurations.back();
-    configurations.pop_back();
+    const Configuration last = configurations[--configured];
     *grid = last.grid;
     *block = last.block;
     *shared = last.shared;
@@ -571,8 +576,11 @@ namespace {
 // torch asks for its whole table at once: what is not there says so when it is called, each by a
 // function of its own, as a pointer carries no name.
 constexpr size_t MOST_MISSING = 64;
-std::array<std::string, MOST_MISSING> missing_calls;
-template <size_t N> int nth_missing() { return cuda_sim_missing(missing_calls[N].c_str()); }
+auto &missing_calls() {
+    static auto *all = new std::array<std::string, MOST_MISSING>;
+    return *all;
+}
+template <size_t N> int nth_missing() { return cuda_sim_missing(missing_calls()[N].c_str()); }
 template <size_t... N> auto all_missing(std::index_sequence<N...>) {
     return std::array<int (*)(), sizeof...(N)>{&nth_missing<N>...};
 }
@@ -582,9 +590,10 @@ int (*missing_call(const std::string &name))() {
     static const auto functions = all_missing(std::make_index_sequence<MOST_MISSING>());
     const std::lock_guard<std::mutex> hold(lock);
     for (size_t i = 0; i < MOST_MISSING; i++) {
-        if (missing_calls[i].empty())
-            missing_calls[i] = name;
-        if (missing_calls[i] == name)
+        std::string &known = missing_calls()[i];
+        if (known.empty())
+            known = name;
+        if (known == name)
             return functions[i];
     }
     std::fprintf(stderr, "more than %zu calls of the driver are not there\n", MOST_MISSING);
@@ -614,7 +623,7 @@ CUresult device_attribute(int *value, CUdevice_attribute which, CUdevice device)
 API cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function,
                                                  unsigned version, unsigned long long,
                                                  cudaDriverEntryPointQueryResult *status) {
-    static const std::map<std::string, void *> own = {
+    static const auto &own = *new std::map<std::string, void *>{
         {"cuDeviceGetAttribute", reinterpret_cast<void *>(&device_attribute)},
         OWN(cuMemAddressReserve),
         OWN(cuMemAddressFree),
@@ -628,6 +637,7 @@ API cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **functi
         OWN(cuCtxSetCurrent),
         OWN(cuDevicePrimaryCtxGetState),
         OWN(cuLogsRegisterCallback),
+        OWN(cuLogsUnregisterCallback),
     };
     const auto found = own.find(name);
     if (found != own.end()) {

@@ -11,6 +11,7 @@ import sys
 import before_torch
 import pytest
 import torch
+from own_process import in_a_process
 
 
 def test_a_launch_by_the_runtime_is_an_error_that_names_the_kernel():
@@ -65,6 +66,27 @@ def test_torch_finds_every_call_that_it_imports():
     assert "cudaGraphLaunch" in names
     for name in names:
         assert hasattr(runtime, name)
+
+
+def test_torch_may_call_while_the_process_ends():
+    """It takes back what it registered, and warns of what failed: words were written into strings
+    that had been destroyed. An allocator that checks its heap ends the process for it."""
+    in_a_process(
+        """
+        def refused():
+            try:
+                torch.ones(3, device="cuda").untyped_storage()._share_cuda_()
+            except RuntimeError as error:
+                print(error)
+        refused()
+        event = torch.cuda.Event()
+        event.record()
+        simulated_cuda.simulator().set_fault("cuEventDestroy", 1, 801, lasting=True)
+        """,
+        LD_PRELOAD="libc_malloc_debug.so.0",
+        MALLOC_CHECK_="3",
+        MALLOC_PERTURB_="165",
+    )
 
 
 def test_it_can_be_left_out():
