@@ -7,11 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import before_torch
 import pytest
 import torch
 from own_process import in_a_process
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_launch_by_the_runtime_is_an_error_that_names_the_kernel():
@@ -96,3 +99,13 @@ def test_it_can_be_left_out():
         [sys.executable, "-c", asks], env=environment, capture_output=True, text=True, check=True
     )
     assert said.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("asked", ["simgpu", "cuda"])
+def test_the_list_of_what_is_skipped_is_that_of_cuda_alone(asked):
+    """The list of another device names tests that are not collected here: that was an error."""
+    collects = "-m pytest -o addopts= --collect-only -q -p no:cacheprovider".split()
+    words = [*collects, "tests/training/test_embedding.py", "--device", asked]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert f"[{asked}" in done.stdout
