@@ -81,6 +81,16 @@ def current(index):
     return torch._C._cuda_getCurrentRawStream(index)
 
 
+def in_backward(answer):
+    """Let `answer` say it on the threads of backward alone."""
+
+    def found(index):
+        ours = threading.current_thread() is threading.main_thread()
+        return current(index) if ours else answer(index)
+
+    return found
+
+
 def test_as_it_is_nothing_is_reported():
     assert on_a_side_stream() == (True, [])
 
@@ -91,12 +101,8 @@ def test_a_current_stream_that_is_not_asked_is_a_race(monkeypatch):
 
 
 def test_a_current_stream_that_is_not_asked_in_backward_is_a_race(monkeypatch):
-    main = threading.get_ident()
-
-    def answer(index):
-        return current(index) if threading.get_ident() == main else 0
-
-    monkeypatch.setattr(devices.Cuda, "stream_of", answering(answer))
+    asks_nobody = answering(in_backward(lambda index: 0))
+    monkeypatch.setattr(devices.Cuda, "stream_of", asks_nobody)
     assert any("race" in text for text in on_a_side_stream()[1])
 
 
@@ -121,8 +127,14 @@ from oracle_offload.model import intake
             "lambda index: planted.current(torch.cuda.current_device()))",
             True,
         ),
+        # As a thread of backward that has set no device: the first card is its current one.
+        (
+            "devices.Cuda.stream_of = planted.answering("
+            "planted.in_backward(lambda index: planted.current(0)))",
+            True,
+        ),
     ],
-    ids=["as it is", "wrong device", "no device guard"],
+    ids=["as it is", "wrong device", "no device guard", "no device guard in backward"],
 )
 def test_the_stream_of_another_card_is_a_race(plant, raced):
     trains = "\nequal, reports = planted.on_a_side_stream(card=1)\n"
