@@ -31,10 +31,10 @@ help:
 	@echo "make test-all      every behaviour once, as .ci/run has it"
 	@echo "make test-bill     the same, and what each test costs into docs/development.md"
 	@echo "make device-type   the tests that take a device, on a device type that is not cpu"
-	@echo "make cuda-check    PyTorch's CUDA build over the simulated driver, in .venv-cuda (5.5 GB)"
+	@echo "make cuda-check    PyTorch's CUDA build over the simulated driver, in .venv-cuda (6.5 GB)"
 	@echo "make cuda-core     the part of it that a change breaks most often: minutes"
 	@echo "make oldest-torch  layers and private names beside the oldest torch, in .venv-oldest (4.5 GB)"
-	@echo "make newest-torch  the same beside the newest, in .venv-cuda (5.5 GB)"
+	@echo "make newest-torch  the same beside the newest, in .venv-cuda (6.5 GB)"
 	@echo "make lint          style, types, compiler warnings"
 	@echo "make format        apply the formatters"
 	@echo "make bench         measure (DEVICE=cuda on a GPU)"
@@ -92,7 +92,7 @@ check-%:
 
 environment: $(call ready,test)
 
-# PyTorch's CUDA build stands beside: what it brings is 5.5 GB. It may be another Python than PYTHON.
+# PyTorch's CUDA build stands beside: with it are 6.5 GB. It may be another Python than PYTHON.
 cuda_py := .venv-cuda/bin/python
 .venv-cuda/bin/python:
 	@python=$$(sh tools/find_python.sh $(CUDA_PYTHON)) && echo "creating .venv-cuda with $$python" \
@@ -102,9 +102,9 @@ cuda_py := .venv-cuda/bin/python
 .venv-cuda/installed: tools/requirements-cuda.txt tools/requirements-test.txt \
 		tools/requirements-beside.txt | .venv-cuda/bin/python
 	sed -e '/^-r/d' -e '/^nvidia-cuda-nvrtc/d' tools/requirements-test.txt > .venv-cuda/tests.txt
-	$(cuda_py) -m pip install --quiet --disable-pip-version-check -r $< -r .venv-cuda/tests.txt
-	$(cuda_py) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
-		--target .venv-cuda/beside -r tools/requirements-beside.txt
+	$(cuda_py) tools/install.py --gb 6.5 -r $< -r .venv-cuda/tests.txt
+	$(cuda_py) tools/install.py --gb 0 --no-deps --upgrade --target .venv-cuda/beside \
+		-r tools/requirements-beside.txt
 	@touch $@
 
 cuda-environment: .venv-cuda/installed
@@ -122,7 +122,7 @@ wheels-environment: .venv-wheels/installed
 .venv-oldest/installed: tools/requirements-oldest.txt
 	@python=$$(sh tools/find_python.sh) && echo "creating .venv-oldest with $$python" \
 		&& "$$python" -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	.venv-oldest/bin/python tools/install.py --gb 4.5 -r $<
 	@touch $@
 
 # What AI-Toolkit pins: with NVIDIA's libraries 6 GB. pip is not to bring what the list leaves out.
@@ -130,7 +130,7 @@ aitoolkit_py := .venv-aitoolkit/bin/python
 .venv-aitoolkit/installed: tools/requirements-aitoolkit.txt
 	@python=$$(sh tools/find_python.sh) && echo "creating .venv-aitoolkit with $$python" \
 		&& "$$python" -m venv .venv-aitoolkit
-	$(aitoolkit_py) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	$(aitoolkit_py) tools/install.py --gb 6 --no-deps -r $<
 	@touch $@
 
 # Its source at the commit that is known, from its own repository or from MIRROR, a clone of it.

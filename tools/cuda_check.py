@@ -3,6 +3,7 @@
     python tools/cuda_check.py               # every part
     python tools/cuda_check.py core          # what `make cuda-core` runs
     python tools/cuda_check.py gpu demo      # some
+    python tools/cuda_check.py --resume      # without those that have passed since they last failed
     python tools/cuda_check.py --list
 
 The parts run one after the other, tests in processes beside each other. What a part says goes to
@@ -61,6 +62,20 @@ class Part:
         return "--junitxml={junit}" in self.command
 
 
+def gpu_check(name: str, *only: str) -> Part:
+    """Return parts of gpu-check: its own code, and the C programs that it measures with."""
+    return Part(
+        name,
+        (
+            *("tools/gpu_check.py", "--keep-going", "--budget-s", "1500", "--patience", "8"),
+            *("--only", ",".join(only), "--results", str(OUTPUT / "gpu-check")),
+        ),
+        1800,
+        # Its C programs look for the driver as any program does.
+        (("LD_LIBRARY_PATH", str(ROOT / "build" / "cuda")),),
+    )
+
+
 CORE = (
     Part(
         "core",
@@ -70,26 +85,40 @@ CORE = (
         ),
     ),
     Part("core, the room's own tests", (*PYTEST, "tests/cuda")),
-    Part("core, demo", ("-m", "oracle_offload", "demo", "--device", "cuda")),
+    Part(
+        "core, pipelines",
+        (*PYTEST, *ON_CUDA, "-k", "pipeline", *files("diffusers", folder="clients")),
+    ),
+    gpu_check("core, gpu-check", "machine", "conformance", "calls"),
+    Part("core, demo", ("-m", "oracle_offload", "demo", "--device", "cuda", "--steps", "3")),
 )
 PARTS = (
     Part("room", (*PYTEST, "tests/cuda")),
     Part("training", (*PYTEST, "tests/training", *ON_CUDA)),
-    Part(
-        "gpu",
-        (*PYTEST, "tests", "--ignore=tests/training", "--ignore=tests/cuda", "-m", "gpu"),
+    # What takes a device has run in "training" with it.
+    Part("gpu", (*PYTEST, "tests", "--ignore=tests/cuda", "-m", "gpu", "-k", "not [cuda")),
+    Part("clients", (*PYTEST, "tests/clients", *ON_CUDA), 10800),
+    Part("notebook", (*PYTEST, *files("notebook_docs", folder="unit"), "-m", "")),
+    Part("demo", ("-m", "oracle_offload", "demo", "--device", "cuda", "--steps", "6")),
+    # The others compute in a card's sizes, or are tests that run above.
+    gpu_check(
+        *("gpu-check", "machine", "conformance", "link", "calls", "layers", "decode", "lock")
     ),
-    Part("clients", (*PYTEST, *ON_CUDA, *files("families", "diffusers", "peft", folder="clients"))),
-    Part("demo", ("-m", "oracle_offload", "demo", "--device", "cuda")),
 )
 
 
-def run(part: Part) -> tuple[bool, dict[str, int], float]:
-    """Run a part; return whether it passed, its counts, and its seconds."""
+def run(part: Part, resume: bool = False) -> tuple[bool, dict[str, int], float]:
+    """Run a part; return whether it passed, its counts, and its seconds.
+
+    With `resume` what has passed does not run again; it is forgotten when it runs.
+    """
     begun = time.monotonic()
     OUTPUT.mkdir(parents=True, exist_ok=True)
     stem = "".join(c if c.isalnum() else "-" for c in part.name)
-    log, junit = OUTPUT / f"{stem}.log", OUTPUT / f"{stem}.xml"
+    log, junit, record = (OUTPUT / f"{stem}.{kind}" for kind in ("log", "xml", "passed.json"))
+    if resume and record.is_file():
+        return True, json.loads(record.read_text(encoding="utf-8")), 0.0
+    record.unlink(missing_ok=True)
     junit.unlink(missing_ok=True)
     command = [word.replace("{junit}", str(junit)) for word in part.command]
     with log.open("w", encoding="utf-8") as said:
@@ -109,6 +138,8 @@ def run(part: Part) -> tuple[bool, dict[str, int], float]:
     if code:
         print(log.read_text(encoding="utf-8")[-6000:])
     counts = counted(junit) if part.counted else {"passed": int(not code), "failed": int(code != 0)}
+    if not code:
+        record.write_text(json.dumps(counts) + "\n", encoding="utf-8")
     return code == 0, counts, time.monotonic() - begun
 
 
@@ -127,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="parts, or core; default: every part")
     parser.add_argument("--list", action="store_true", help="print the parts and their commands")
+    parser.add_argument("--resume", action="store_true", help="leave out parts that have passed")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     args = parser.parse_args(argv)
     known = {part.name: part for part in PARTS}
@@ -145,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     good = True
     for part in chosen:
         print(f"{part.name} ...", flush=True)
-        passed, counts, seconds = run(part)
+        passed, counts, seconds = run(part, args.resume)
         good &= passed
         for what, number in counts.items():
             total[what] += number
