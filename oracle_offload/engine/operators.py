@@ -24,15 +24,16 @@ _NO_KERNEL = frozenset(
 
 _AUTOCAST = ("cpu", "cuda")  # device types whose dispatch key for autocast has their name
 _BELOW_AUTOCAST = ("aten", "prim", "prims")  # operators that autocast has seen already
-# Those whose kernels call operators that autocast casts for, and which nothing calls that autocast
-# has cast for itself: what softmax calls in an attention computes in the attention's dtype.
-_CALL_OPERATORS = frozenset(
-    f"aten::{name}"
+# Those whose kernels call operators that autocast casts for, each with what calls it: into what
+# autocast has cast for, as bilinear on CUDA, it does not look. What softmax calls in an attention
+# computes in the attention's dtype.
+_CALL_OPERATORS = {"aten::_trilinear": "aten::bilinear"} | {
+    name: name
     for name in (
-        *("_trilinear", "linalg_pinv"),
-        *("_native_multi_head_attention", "_transformer_encoder_layer_fwd"),
+        *("aten::linalg_pinv", "aten::_native_multi_head_attention"),
+        "aten::_transformer_encoder_layer_fwd",
     )
-)
+}
 _NESTING = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView
 _thread = threading.local()
@@ -78,8 +79,8 @@ def _enabled_keys() -> tuple[Any, ...]:
     )
 
 
-def _has_kernel(func: Any, key: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+def _has_kernel(name: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 def run_in_mode(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -87,14 +88,16 @@ def run_in_mode(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not isinstance(func, torch._ops.OpOverload):
         return func(*args, **kwargs)
     # Of other operators torch has made what arrives whole under inference mode alone.
-    is_whole = torch.is_inference_mode_enabled() and _has_kernel(func, "CompositeImplicitAutograd")
+    name, composite = func.name(), "CompositeImplicitAutograd"
+    is_whole = torch.is_inference_mode_enabled() and _has_kernel(name, composite)
     nesting, keys = getattr(_thread, "autocast", None) or (0, ())
     if keys:
         is_top = func.namespace not in _BELOW_AUTOCAST or func._schema.name in _CALL_OPERATORS
         if not (is_top or is_whole) or _nesting() != nesting:
             keys = ()
         else:  # what autocast casts for, it does not look into
-            keys = tuple(key for key in keys if not _has_kernel(func, key.name))
+            called = _CALL_OPERATORS.get(func._schema.name, name)
+            keys = tuple(key for key in keys if not _has_kernel(called, key.name))
     if is_whole:  # a view that it takes of a trained weight then requires grad
         keys = *keys, _VIEWS
     with contextlib.ExitStack() as stack:
