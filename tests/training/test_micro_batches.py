@@ -369,7 +369,7 @@ def test_contexts_that_a_step_enters_are_its_own(device):
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
             stack.enter_context(torch.set_grad_enabled(True))
             if even:
-                stack.enter_context(Mode((index, is_managed_model(model))))
+                stack.enter_context(Mode((index, is_managed_model(model), id(model))))
             stack.enter_context(torch.autocast(x.device.type, torch.bfloat16, enabled=even))
             y = model(x)
             assert torch.is_autocast_enabled(x.device.type) is even
@@ -380,9 +380,12 @@ def test_contexts_that_a_step_enters_are_its_own(device):
         return y.float().square().mean()
 
     is_equal_to_reference(net(reentrant=False), device, step)
-    for (index, is_managed), operators in seen.items():
-        other = seen[index, not is_managed]
-        assert operators.count("aten.tanh.default") == other.count("aten.tanh.default") > 0
+    counts = {}
+    for (index, is_managed, _), operators in seen.items():
+        found = counts.setdefault(index, {True: [], False: []})[is_managed]
+        found.append(operators.count("aten.tanh.default"))
+    for found in counts.values():  # on CUDA a copy of the resident model has run one step before
+        assert max(found[True]) == max(found[False]) > 0
 
 
 def test_context_variables_and_attention_kernels_are_its_own():
