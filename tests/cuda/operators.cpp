@@ -109,7 +109,6 @@ bool takes_both(const std::string &name) {
                                                "aten::_index_put_impl_",
                                                "aten::_unsafe_index",
                                                "aten::_pack_padded_sequence",
-                                               "aten::_foreach_copy_",
                                                "aten::_amp_foreach_non_finite_check_and_unscale_"};
     return some.count(name) != 0;
 }
@@ -251,6 +250,12 @@ void refuse_capture(const std::string &name) {
 
 void on_cpu(const OperatorHandle &op, DispatchKeySet /*keys*/, Stack *stack) {
     const auto &schema = op.schema();
+    const Below below;
+    // The tensors of a list may lie here and there: torch's code for that takes them one by one.
+    if (schema.name().rfind("aten::_foreach_", 0) == 0) {
+        op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+        return;
+    }
     const size_t count = schema.arguments().size(), first = stack->size() - count;
     Call call(schema.name());
     TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(DispatchKey::CPU), schema.name(),
@@ -278,7 +283,6 @@ void on_cpu(const OperatorHandle &op, DispatchKeySet /*keys*/, Stack *stack) {
     const c10::cuda::CUDAGuard on(*call.device);
     refuse_capture(schema.name());
     call.begin();
-    const Below below;
     {
         std::optional<Random> random;
         if (op.hasTag(at::Tag::nondeterministic_seeded))

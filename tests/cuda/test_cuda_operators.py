@@ -87,6 +87,16 @@ def test_tensors_of_host_and_card_do_not_mix(mixed):
         mixed(torch.ones(4, 4, device="cuda"), torch.ones(4, 4))
 
 
+def test_the_tensors_of_a_list_may_lie_here_and_there_and_those_of_a_pair_may_not():
+    here, there = torch.ones(3), torch.ones(3, device="cuda")
+    found = torch._foreach_sub([here, there], [here, there / 2], alpha=2)
+    assert [each.device.type for each in found] == ["cpu", "cuda"]
+    same(found[0], torch.full((3,), -1.0))
+    same(found[1], torch.zeros(3))
+    with pytest.raises(RuntimeError, match="on the same device"):
+        torch._foreach_sub([here, there], [there, here])
+
+
 def test_a_number_on_the_host_mixes_and_so_do_indices():
     card = torch.arange(4.0, device="cuda")
     same(card * torch.tensor(2.0), torch.arange(4.0) * 2)
