@@ -120,6 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print("\n".join(mutant.name for mutant in chosen))
         return 0
+    gone = sorted(listed() - {mutant.key for mutant in waits()})
+    if gone:
+        raise SystemExit("\n".join([f"{UNSEEN.name} lists what is no wait:", *gone]))
     cuda_check.continue_in_environment()
     wrong, seen, compiled, allowed = [], 0, 0, listed()
     with tempfile.TemporaryDirectory() as name:
