@@ -83,15 +83,9 @@ def pytest_collection_finish() -> None:
 
 
 def _runs_on(item: pytest.Item, device: str) -> bool:
-    """Whether a test runs on that device: those of clients do on a card, where all of them is.
-
-    Elsewhere those do whose tensors and models lie where they are told to: what compares sides.
-    """
-    if _device_of(item) not in (None, device):
-        return False
-    of_clients = isinstance(item, pytest.Function) and item.path.parent.name == "clients"
-    if device == "cuda" or (device != "cpu" and of_clients and hasattr(item.module, "compare")):
-        return of_clients or _device_of(item) == device
+    """Whether a test runs on that device: of clients those do on a card, too, that take none."""
+    if device == "cuda" and _device_of(item) is None:
+        return item.path.parent.name == "clients"
     return _device_of(item) == device
 
 

@@ -137,7 +137,7 @@ class MemoryManager(manager.MemoryManager):
         Their host memory goes back to the system at once.
         """
         masters = [
-            weakref.ref(tensor)
+            tensor
             for found in _managers_of(module)
             for layer in found.layers
             for tensor in layer.tensors()
@@ -145,8 +145,10 @@ class MemoryManager(manager.MemoryManager):
         _end(module)
         # Not module.to(), which a trainer may have replaced by one that does nothing.
         nn.Module.to(module, "meta")
+        known = [weakref.ref(tensor) for tensor in masters]  # not before: torch may swap tensors
+        masters.clear()
         gc.collect()
-        for master in masters:
+        for master in known:
             held = master()  # by an optimizer, say: it alone must not keep a whole piece of memory
             if held is not None:
                 held.data = held.data.clone()

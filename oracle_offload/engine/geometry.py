@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._core import ALIGNMENT
@@ -29,6 +30,11 @@ def tensor_bytes(tensor: Tensor) -> int:
 def unit_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of a unit: each tensor at the next multiple of the alignment."""
     return sum(aligned(tensor_bytes(tensor)) for tensor in tensors)
+
+
+def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on `device`. A library's ``to`` may be one of its own, without ``copy``."""
+    return tensor.clone() if tensor.device == device else tensor.to(device)
 
 
 def stored_bytes(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.devices import repoint
-from ..engine.geometry import memory_of, stored_bytes, tensor_bytes
+from ..engine.geometry import copied_to, memory_of, stored_bytes, tensor_bytes
 from ..layers.swap import apply_to_residents, list_weights, managed_keys, resident_tensors
 from . import masters
 
@@ -89,7 +89,7 @@ def move_residents(
             return tensor
         if id(tensor) in moved:
             return moved[id(tensor)][1]
-        there = tensor.to(device, copy=True)
+        there = copied_to(tensor, device)
         if tensor.device.type == "cpu":
             left.append(tensor_bytes(tensor))
         if places[id(tensor)] > 1:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..engine.engines import DeviceState, open_states
-from ..engine.geometry import is_dense, tensor_bytes
+from ..engine.geometry import copied_to, is_dense, tensor_bytes
 from ..errors import OffloadError
 from ..layers.gradients import Gradients
 from .micro_batches.thread_state import Generators
@@ -749,7 +749,7 @@ class Stepper:
     def _state_there(self, value: Any, batch: Batch) -> Any:
         if isinstance(value, Tensor):
             if not _is_plain(value):
-                return value.to(self.state.device, copy=True)
+                return copied_to(value, self.state.device)
             return self._there(value, batch)
         if isinstance(value, dict):
             return {k: self._state_there(v, batch) for k, v in value.items()}

@@ -26,8 +26,25 @@ _spec.loader.exec_module(_core)
 sim = _core.sim  # a fresh simulated device for every test, and nothing left on it
 
 
+# What these do is the same on every device: they compute nothing, or start what says where itself.
+WITHOUT_DEVICE = (*("test_commands_of_pages", "test_managed_share", "test_private_names"),)
+
+
 def pytest_configure(config):
     sides.DEVICE = config.getoption("--device") or sides.DEVICE
+
+
+def pytest_generate_tests(metafunc):
+    """All tests of clients take a device: `as_it_was` asks for it."""
+    given = [m.args[0] for m in metafunc.definition.iter_markers("parametrize")]
+    if metafunc.module.__name__ not in WITHOUT_DEVICE and "device" not in str(given):
+        on_cpu = pytest.mark.elsewhere if sides.DEVICE == "cpu" else ()  # in `make device-type`
+        metafunc.parametrize("device", [pytest.param(sides.DEVICE, marks=on_cpu)])
+
+
+@pytest.fixture
+def device():
+    return sides.DEVICE
 
 
 @pytest.fixture
@@ -38,7 +55,7 @@ def nothing_is_small(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def as_it_was():
+def as_it_was(device, monkeypatch):
     """One thread, the models being small; and leave torch and the environment as they were.
 
     A Trainer tells accelerate by the environment that it compiles.
@@ -46,6 +63,7 @@ def as_it_was():
     environment = dict(os.environ)
     threads, generator = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(1)
+    monkeypatch.setattr("equality.DEVICE", device)
     if sides.DEVICE != "cpu":
         os.environ["ACCELERATE_TORCH_DEVICE"] = f"{sides.DEVICE}:0"
     yield
@@ -54,6 +72,13 @@ def as_it_was():
     torch._dynamo.reset()
     os.environ.clear()
     os.environ.update(environment)
+
+
+@pytest.fixture
+def made_there(as_it_was):
+    """Let the test make its tensors and models on the device."""
+    with sides.default_device():
+        yield
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import bitsandbytes
 import gguf
 import torch
 from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
+from models import compute_device
 from optimum import quanto
 from torch import nn
 from torch.nn import functional as F
@@ -35,12 +36,12 @@ def step_of(x, mode="plain"):
     """Return a training step of a list of blocks, and a sample of the first of them."""
 
     def step(model):
-        given = x.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+        given = x.to(compute_device(model)).clone().requires_grad_()
+        with torch.autocast(given.device.type, torch.bfloat16, enabled=mode == "autocast"):
             y = through(model, given, mode)
         y.float().square().mean().backward()
         with torch.no_grad():
-            return y, given.grad, model[0](x)
+            return y, given.grad, model[0](given)
 
     return step
 

@@ -25,6 +25,11 @@ import oracle_offload  # noqa: E402
 from oracle_offload.model.witness import Witness  # noqa: E402
 
 
+def default_device():
+    """Return a context in which tensors are made on the device."""
+    return contextlib.nullcontext() if DEVICE == "cpu" else torch.device(DEVICE)
+
+
 class Side:
     """One of the runs of a client.
 
@@ -71,9 +76,8 @@ class Side:
         """
         torch.manual_seed(0)
         before = copied_bytes()
-        is_default = DEVICE != "cpu" and not by_library
         try:
-            with torch.device(DEVICE) if is_default else contextlib.nullcontext():
+            with contextlib.nullcontext() if by_library else default_device():
                 result = client(self)
             driver, engine = (now - then for now, then in zip(copied_bytes(), before, strict=True))
         finally:

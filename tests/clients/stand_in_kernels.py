@@ -90,9 +90,10 @@ def matmul_ogs(
 ):
     scales = precision_config.weight_scale.storage.data
     codes = halves_of(w.storage.data.transpose(1, 2)).transpose(1, 2).long()
-    values = torch.tensor(mxfp4.FP4_VALUES)[codes]
+    values = torch.tensor(mxfp4.FP4_VALUES, device=x.device)[codes]
     values = torch.ldexp(values, scales.int().repeat_interleave(32, 1) - 127).to(x.dtype)
-    experts = torch.arange(len(values)).repeat_interleave(routing_data.expt_hist.long())
+    experts = torch.arange(len(values), device=x.device)
+    experts = experts.repeat_interleave(routing_data.expt_hist.long())
     chosen = routing_data.n_expts_act
     rows = x if gather_indx is None else x[gather_indx.src_indx // chosen]
     y = torch.bmm(rows[:, None], values[experts])[:, 0] + bias[experts].to(x.dtype)

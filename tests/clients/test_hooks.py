@@ -6,11 +6,12 @@ import re
 
 import models
 import pytest
+import sides
 import torch
 from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import remove_hook_from_module
 from diffusers.hooks import HookRegistry, apply_group_offloading
-from equality import assert_models_agree, attached, resident_pair
+from equality import assert_models_agree, assert_same, attached, resident_pair
 
 import oracle_offload
 from oracle_offload import OffloadError
@@ -31,7 +32,7 @@ def test_accelerate_hooks_are_named_with_the_call_that_removes_them(put):
     managed, resident = resident_pair(models.llama().train())
     put(managed)
     with pytest.raises(OffloadError) as refused:
-        oracle_offload.attach(managed, "cpu")
+        oracle_offload.attach(managed, sides.DEVICE)
     message = str(refused.value)
     assert "accelerate's AlignDevicesHook" in message
     assert "remove_hook_from_module(model, recurse=True)" in message
@@ -52,7 +53,7 @@ def test_group_offloading_is_named_with_the_call_that_removes_it(kind):
         managed, onload_device=where, offload_device=where, offload_type=kind, **blocks
     )
     with pytest.raises(OffloadError, match="diffusers' group_offloading") as refused:
-        oracle_offload.attach(managed, "cpu")
+        oracle_offload.attach(managed, sides.DEVICE)
     calls = re.findall(r"diffusers\.hooks\.(HookRegistry\S+\))", str(refused.value))
     assert calls
     for call in calls:
@@ -70,7 +71,7 @@ def test_all_offenders_are_named_at_once():
         model[1], onload_device=where, offload_device=where, offload_type="leaf_level"
     )
     with pytest.raises(OffloadError) as refused:
-        oracle_offload.attach(model, "cpu")
+        oracle_offload.attach(model, sides.DEVICE)
     assert "accelerate's AlignDevicesHook on '0'" in str(refused.value)
     assert "diffusers' group_offloading on '1." in str(refused.value)
 
@@ -105,7 +106,6 @@ def test_a_hook_put_on_after_attach_calls_the_managed_layer():
 
 def assert_models_are_equal_resident(one, other):
     torch.manual_seed(5)
-    found = models.language_step(one)
+    found = models.language_step(one.to(sides.DEVICE))
     torch.manual_seed(5)
-    for value, expected in zip(found, models.language_step(other), strict=True):
-        assert torch.equal(value, expected)
+    assert_same(found, models.language_step(other))

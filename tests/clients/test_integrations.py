@@ -15,6 +15,7 @@ import lightning
 import models
 import numpy as np
 import pytest
+import sides
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -47,7 +48,7 @@ class Managed:
 def model():
     torch.manual_seed(0)
     found = models.llama().train()
-    manager = oracle_offload.attach(found, "cpu")
+    manager = oracle_offload.attach(found, sides.DEVICE)
     assert len(manager.layers) >= 20
     yield found
     manager.detach()
@@ -163,7 +164,7 @@ def test_accelerate_hands_over_what_is_logged(tmp_path, model):
     AcceleratorState._reset_state(True)
     try:
         tracker = integrations.AccelerateTracker(seen.append)
-        accelerator = Accelerator(cpu=True, log_with=[tracker])
+        accelerator = Accelerator(cpu=sides.DEVICE == "cpu", log_with=[tracker])
         accelerator.init_trackers("run", {"lr": 0.1})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         prepared, optimizer, loader = accelerator.prepare(model, optimizer, rows())
@@ -188,7 +189,8 @@ def test_of_what_is_logged_the_numbers_are_handed_over(model):
     seen = []
     AcceleratorState._reset_state(True)
     try:
-        accelerator = Accelerator(cpu=True, log_with=[integrations.AccelerateTracker(seen.append)])
+        tracker = integrations.AccelerateTracker(seen.append)
+        accelerator = Accelerator(cpu=sides.DEVICE == "cpu", log_with=[tracker])
         accelerator.init_trackers("run")
         ordinary = {"train_loss": 1.0, "epoch": 0, "step": 5}
         accelerator.log(ordinary, step=5)
@@ -518,7 +520,8 @@ def test_a_loop_of_one_s_own_shows_the_last_interval(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     feed.restart()
     for _ in range(2):
-        model(input_ids=torch.zeros(1, 4, dtype=torch.long), labels=None).logits.sum().backward()
+        ids = torch.zeros(1, 4, dtype=torch.long, device=sides.DEVICE)
+        model(input_ids=ids).logits.sum().backward()
         simulator.finish()
         optimizer.step()
         optimizer.zero_grad()

@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 
 import pytest
+import sides
 import torch
 from equality import Recorder, assert_models_agree, assert_same, attached
 from optimum import quanto
@@ -71,11 +72,13 @@ INPUTS = {
 
 def gradient_of(layer, x, dtype):
     """Return the result and the input's gradient; None where the library refuses such an input."""
-    given = torch.empty_strided(x.shape, x.stride(), dtype=dtype).copy_(x).requires_grad_()
+    given = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=sides.DEVICE)
+    given = given.copy_(x).requires_grad_()
     assert given.stride() == x.stride()
     try:
         y = layer(given)
-        y.backward(torch.linspace(-1, 1, max(1, y.numel())).to(y.dtype)[: y.numel()].view(y.shape))
+        weights = torch.linspace(-1, 1, max(1, y.numel())).to(y)[: y.numel()]
+        y.backward(weights.view(y.shape))
     except (RuntimeError, ValueError, IndexError) as error:
         return None, str(error)
     return y.detach(), given.grad
@@ -86,6 +89,7 @@ def gradient_of(layer, x, dtype):
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_gradient_of_an_input_of_any_geometry(name, geometry, dtype):
     managed, resident = (model_of(name, DTYPES[dtype], depth=1) for _ in range(2))
+    resident.to(sides.DEVICE)
     x = INPUTS[geometry]()
     with attached(managed) as manager:
         found = gradient_of(managed[0].up.base, x, DTYPES[dtype])
@@ -101,7 +105,7 @@ def test_the_gradient_of_an_input_of_any_geometry(name, geometry, dtype):
 def pass_over(model):
     """Sample once, through every block; weights of two matrices of 256 x 512 in each of two."""
     with torch.no_grad():
-        x = torch.linspace(-1, 1, 256)[None].to(torch.bfloat16)
+        x = torch.linspace(-1, 1, 256)[None].to(sides.DEVICE, torch.bfloat16)
         for block in model:
             block(x)
 

@@ -5,44 +5,30 @@ from __future__ import annotations
 import copy
 
 import pytest
+import sides
 import torch
 from equality import assert_models_agree, assert_same, attached
-from quantised import FORMATS, freeze, model_of, unquantised_model_of
-from torch.utils.checkpoint import checkpoint
+from quantised import (
+    FORMATS,
+    MODES,
+    freeze,
+    model_of,
+    quantised_layers,
+    step_of,
+    unquantised_model_of,
+)
 
 from oracle_offload.aitoolkit import MemoryManager
 from oracle_offload.engine import simulator
-from oracle_offload.layers.quantised import QuantisedLayer
 from oracle_offload.model import masters
 
 # The libraries that quantise the layers of a model where they are.
 NAMES = [name for name in FORMATS if name.startswith(("torchao", "quanto"))]
-MODES = ["plain", "reentrant", "not-reentrant", "autocast"]
 X = torch.linspace(-2, 2, 2 * 5 * 64).sin().view(2, 5, 64).to(torch.bfloat16)
-
-
-def quantised_layers(manager):
-    return [layer for layer in manager.layers if isinstance(layer, QuantisedLayer)]
 
 
 def quantise(model, name):
     freeze(FORMATS[name][2](model))
-
-
-def step_of(mode):
-    def step(model):
-        y = given = X.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
-            for block in model:
-                if mode in ("plain", "autocast"):
-                    y = block(y)
-                else:
-                    y = checkpoint(block, y, use_reentrant=mode == "reentrant")
-        y.float().square().mean().backward()
-        with torch.no_grad():
-            return y, given.grad, model[0](X)
-
-    return step
 
 
 def host_bytes(manager):
@@ -59,7 +45,7 @@ def test_a_model_that_is_quantised_after_attach_streams_and_trains_to_the_reside
     name, mode, used
 ):
     managed, resident = (unquantised_model_of(name, torch.bfloat16) for _ in range(2))
-    step = step_of(mode)
+    step = step_of(X, mode)
     with attached(managed) as manager:
         before = [layer.name for layer in manager.layers]
         if used:
@@ -75,7 +61,7 @@ def test_a_model_that_is_quantised_after_attach_streams_and_trains_to_the_reside
         assert [layer.name for layer in manager.layers] == before
         assert not any("base" in key for key in manager.resident)
     assert type(managed[0].up.base) is type(resident[0].up.base)
-    assert_same(step(managed), step(resident))
+    assert_same(step(managed.to(sides.DEVICE)), step(resident))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -88,7 +74,7 @@ def test_its_masters_are_those_of_a_model_that_was_quantised_before(name, monkey
             if model is not None:
                 quantise(model, name)
                 with torch.no_grad():
-                    model[0](X)
+                    model[0](X.to(sides.DEVICE))
             found.append((host_bytes(manager), manager.attachment.weight_bytes))
     assert found[1] == found[0]
 
@@ -112,19 +98,19 @@ def test_a_copy_of_it_is_an_ordinary_model():
     with attached(managed) as manager:
         for model in (managed, resident):
             quantise(model, "torchao-int8")
-        step = step_of("plain")
+        step = step_of(X)
         assert_models_agree(managed, resident, step)
         assert len(quantised_layers(manager)) == 6
-        assert_same(step(copy.deepcopy(managed)), step(copy.deepcopy(resident)))
+        assert_same(step(copy.deepcopy(managed).to(sides.DEVICE)), step(resident))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_that_was_quantised_after_attach_is_freed_while_an_output_is_alive(name):
     """As AI-Toolkit frees a text encoder once its prompts are cached; all of it moves to "meta"."""
     model = unquantised_model_of(name, torch.bfloat16)
-    MemoryManager.attach(model, torch.device("cpu"))
+    MemoryManager.attach(model, torch.device(sides.DEVICE))
     quantise(model, name)
-    kept = step_of("plain")(model)
+    kept = step_of(X)(model)
     assert len(quantised_layers(model._memory_manager)) == 6
     MemoryManager.free(model)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}

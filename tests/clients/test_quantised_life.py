@@ -7,8 +7,10 @@ import logging
 
 import pytest
 import quantised
+import sides
 import torch
 from equality import assert_models_agree, assert_same, attached
+from models import compute_device
 from quantised import FORMATS, model_of, quantised_layers, step_of, through
 from torch import nn
 from torchao import quantization as ao
@@ -26,12 +28,13 @@ IN_QUANTO = [name for name in FORMATS if name.startswith("quanto")]
 
 
 def pair(name):
-    return model_of(name, torch.bfloat16), model_of(name, torch.bfloat16)
+    managed, resident = (model_of(name, torch.bfloat16) for _ in range(2))
+    return managed, resident.to(sides.DEVICE)
 
 
 def infer(model):
     with torch.no_grad():
-        return (through(model, X),)
+        return (through(model, X.to(compute_device(model))),)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -93,17 +96,17 @@ def test_a_model_is_whole_again_after_detach(name):
         assert managed.state_dict().keys() == resident.state_dict().keys()
         assert type(managed[0].up.base.weight) is type(resident[0].up.base.weight)
     assert type(managed[0].up.base) is type(resident[0].up.base)
-    assert_same(step(managed), step(resident))
+    assert_same(step(managed.to(sides.DEVICE)), step(resident))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_cast_of_the_model_does_what_it_does_to_the_resident(name):
     outcomes = []
-    for model in pair(name):
+    for model in reversed(pair(name)):
         with attached(model) if outcomes else torch.enable_grad():
             try:
                 model.to(torch.float32)
-                given = X.float().requires_grad_()
+                given = X.to(compute_device(model), torch.float32).requires_grad_()
                 y = through(model, given)
                 y.square().mean().backward()
                 outcomes.append((y.detach(), given.grad))
@@ -265,7 +268,7 @@ def test_a_layer_that_is_replaced_by_a_plain_one_is_managed_as_such(name):
     with attached(managed) as manager:
         assert_same(step(managed), step(resident))
         for model in (managed, resident):
-            model[1].up.base = plain_layer()
+            model[1].up.base = plain_layer().to(sides.DEVICE)
         gc.collect()  # bitsandbytes' weights know their module
         assert_models_agree(managed, resident, step)
         assert_one_is_plain(manager)
@@ -283,7 +286,7 @@ def test_a_layer_whose_weight_is_replaced_by_a_plain_one_is_managed_as_such(name
     with attached(managed) as manager:
         assert_same(step(managed), step(resident))
         for model in (managed, resident):
-            model[1].up.base.weight = plain_layer().weight
+            model[1].up.base.weight = plain_layer().to(sides.DEVICE).weight
         assert_models_agree(managed, resident, step)
         assert_one_is_plain(manager)
 
@@ -304,15 +307,16 @@ def test_a_layer_computes_with_whatever_stands_there_now(name, monkeypatch):
         layer = {layer.name: layer for layer in manager.layers}["0.up.base"]
         with monkeypatch.context() as patched:
             patched.setattr(kind, "forward", look)
-            y = layer.foreign(X)
-        assert_same(y, resident[0].up.base(X))
+            y = layer.foreign(X.to(sides.DEVICE))
+        assert_same(y, resident[0].up.base(X.to(sides.DEVICE)))
         pieces = manager.attachment.pieces
         assert used and not any(pieces.at(tensor.data_ptr()) for tensor in used), "on the device"
         found = plain_tensors(base, format_of(base).holders)[0].values()
         nbytes = sum(tensor.nbytes for tensor in found)
         assert manager.attachment.traffic.computed_bytes == {"0.up.base": nbytes}
         manager.attachment.let_go(layer, "planted")
-        assert_same(layer.foreign(X), resident[0].up.base(X))
+        base.to(sides.DEVICE)
+        assert_same(layer.foreign(X.to(sides.DEVICE)), resident[0].up.base(X.to(sides.DEVICE)))
         assert manager.attachment.traffic.computed_bytes == {"0.up.base": nbytes}, "it lies there"
 
 
@@ -321,7 +325,7 @@ def test_a_write_before_backward_is_refused_of_what_backward_reads(written):
     managed, _ = pair("torchao-int8")
     with attached(managed) as manager:
         layer = {layer.name: layer for layer in manager.layers}["1.up.base"]
-        y = through(managed, X.clone().requires_grad_()).float().sum()
+        y = through(managed, X.to(sides.DEVICE).requires_grad_()).float().sum()
         for path, tensor in zip(layer.names, layer.tensors(), strict=True):
             if path.startswith(written):
                 tensor.mul_(1)

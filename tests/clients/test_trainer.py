@@ -26,8 +26,8 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-class Arguments(TrainingArguments):
-    """Those of a training on the device of the sides."""
+class OnDevice:
+    """Of the arguments of a training: it is on the device of the sides."""
 
     @property
     def device(self):
@@ -35,18 +35,12 @@ class Arguments(TrainingArguments):
         return torch.device(sides.DEVICE, 0) if sides.DEVICE == "simgpu" else own
 
 
-if sides.DEVICE == "simgpu":  # a device type that is not on their list of those that can bfloat16
-    training_args.is_torch_bf16_gpu_available = lambda: True
+class Arguments(OnDevice, TrainingArguments):
+    pass
 
 
-def trainer(side, model, folder, **options):
-    class Stepping(Trainer):
-        def training_step(self, *arguments, **named):
-            with side.step():
-                return super().training_step(*arguments, **named)
-
-    defaults = dict(
-        output_dir=str(folder),
+def common():
+    return dict(
         use_cpu=sides.DEVICE == "cpu",
         dataloader_pin_memory=sides.DEVICE != "simgpu",
         max_steps=3,
@@ -57,10 +51,29 @@ def trainer(side, model, folder, **options):
         save_strategy="no",
         disable_tqdm=True,
         seed=11,
+        # Norms are summed by device, and another sum clips to other bits.
+        max_grad_norm=1.0 if sides.DEVICE == "cpu" else 0.0,
     )
-    if sides.DEVICE != "cpu":  # norms are summed by device, and another sum clips to other bits
-        options["max_grad_norm"] = 0.0
-    return Stepping(model, Arguments(**{**defaults, **options}), train_dataset=Rows())
+
+
+def stepping(side, trainer=Trainer):
+    class Stepping(trainer):
+        def training_step(self, *arguments, **named):
+            with side.step():
+                return super().training_step(*arguments, **named)
+
+    return Stepping
+
+
+if sides.DEVICE == "simgpu":  # a device type that is not on their list of those that can bfloat16
+    training_args.is_torch_bf16_gpu_available = lambda: True
+
+
+def trainer(side, model, folder, **options):
+    if sides.DEVICE != "cpu":
+        options.pop("max_grad_norm", None)
+    arguments = Arguments(output_dir=str(folder), **{**common(), **options})
+    return stepping(side)(model, arguments, train_dataset=Rows())
 
 
 def losses(run):

@@ -8,22 +8,19 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from sides import compare, values
+from test_trainer import OnDevice, common, stepping
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-COMMON = dict(
-    use_cpu=True,
-    max_steps=3,
-    per_device_train_batch_size=2,
-    learning_rate=1e-2,
-    logging_steps=1,
-    report_to=[],
-    save_strategy="no",
-    disable_tqdm=True,
-    seed=11,
-)
+
+class Sft(OnDevice, SFTConfig):
+    pass
+
+
+class Dpo(OnDevice, DPOConfig):
+    pass
 
 
 def tokenizer():
@@ -39,18 +36,9 @@ def sentence(start, length):
     return " ".join(f"w{(start * 7 + word) % 90}" for word in range(length))
 
 
-def stepping(side, trainer):
-    class Stepping(trainer):
-        def training_step(self, *arguments, **named):
-            with side.step():
-                return super().training_step(*arguments, **named)
-
-    return Stepping
-
-
 def losses(run):
     found = [torch.tensor(line["loss"]) for line in run.state.log_history if "loss" in line]
-    assert len(found) == COMMON["max_steps"]
+    assert len(found) == common()["max_steps"]
     return found
 
 
@@ -68,7 +56,7 @@ def test_sft(tmp_path, options, ignored):
         model = side.attach(models.llama(), at_least=20, ignore_modules=ignored)
         run = stepping(side, SFTTrainer)(
             model,
-            args=SFTConfig(output_dir=str(tmp_path), **COMMON, **options),
+            args=Sft(output_dir=str(tmp_path), **common(), **options),
             train_dataset=Dataset.from_dict({"text": [sentence(n, 8) for n in range(12)]}),
             processing_class=tokenizer(),
         )
@@ -78,7 +66,7 @@ def test_sft(tmp_path, options, ignored):
             assert found == bool(ignored), manager.resident
         return [losses(run), values(model)]
 
-    compare(client)
+    compare(client, by_library=True)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -91,7 +79,7 @@ def test_sft_of_adapters(tmp_path, when):
             side.attach(model, at_least=20, ignore_modules=["lm_head"])
         run = stepping(side, SFTTrainer)(
             model,
-            args=SFTConfig(output_dir=str(tmp_path), bf16=False, **COMMON),
+            args=Sft(output_dir=str(tmp_path), bf16=False, **common()),
             train_dataset=Dataset.from_dict({"text": [sentence(n, 8) for n in range(12)]}),
             processing_class=tokenizer(),
             peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
@@ -102,7 +90,7 @@ def test_sft_of_adapters(tmp_path, when):
         run.train()
         return [losses(run), values(run.model)]
 
-    compare(client)
+    compare(client, by_library=True)
 
 
 def test_dpo_with_an_attached_reference(tmp_path):
@@ -118,11 +106,11 @@ def test_dpo_with_an_attached_reference(tmp_path):
         run = stepping(side, DPOTrainer)(
             model,
             ref_model=reference,
-            args=DPOConfig(output_dir=str(tmp_path), bf16=False, **COMMON),
+            args=Dpo(output_dir=str(tmp_path), bf16=False, **common()),
             train_dataset=Dataset.from_dict(rows),
             processing_class=tokenizer(),
         )
         run.train()
         return [losses(run), values(model)]
 
-    compare(client)
+    compare(client, by_library=True)

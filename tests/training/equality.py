@@ -16,6 +16,7 @@ from oracle_offload.engine.engines import open_states
 from oracle_offload.model.witness import Witness
 
 _COPIES = ("h2d_bytes", "d2h_bytes", "left_bytes", "returned_bytes", "brought_bytes")
+DEVICE = "cpu"  # of a model that is attached or compared without a word of another
 RUNS = 2  # of each step that models are compared in: alone, and under the witness
 
 
@@ -53,9 +54,9 @@ def resident_pair(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 @contextlib.contextmanager
-def attached(model: nn.Module, device: str = "cpu", **options: Any) -> Iterator[Any]:
+def attached(model: nn.Module, device: str = "", **options: Any) -> Iterator[Any]:
     """Attach for a while."""
-    manager = oracle_offload.attach(model, device, **options)
+    manager = oracle_offload.attach(model, device or DEVICE, **options)
     try:
         yield manager
     finally:
@@ -140,7 +141,7 @@ def assert_models_agree(
     step: Callable[[nn.Module], Sequence[Tensor]],
     *,
     steps: int = 2,
-    device: str = "cpu",
+    device: str = "",
     clock: bool = False,
 ) -> None:
     """Run `step` on both and compare to the last bit, with a strict witness and without one.
@@ -148,6 +149,7 @@ def assert_models_agree(
     The witness declares what operators read to the simulated driver, which thereby executes the
     copies they need: only the run without it shows that the layers see to that themselves.
     """
+    device = device or DEVICE
     if any(p.device.type != torch.device(device).type for p in resident.parameters()):
         resident.to(device)
     deterministic = contextlib.nullcontext()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.exemption import exempt
+from ...engine.geometry import copied_to
 from .random_state import RandomState
 
 Restore = Callable[[], Any]
@@ -32,7 +33,7 @@ def keep(value: Any, known: _Known) -> Restore:
     if id(value) in known:
         return known[id(value)]
     if isinstance(value, Tensor):
-        host = value.detach().to("cpu", copy=True)
+        host = copied_to(value.detach(), torch.device("cpu"))
 
         def restore() -> Any:
             with torch.no_grad(), exempt():
