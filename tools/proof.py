@@ -91,7 +91,10 @@ PARTS = (
     ),
     Part(
         "slow tests, simgpu",
-        (*PYTEST, "tests/training", "--device", "simgpu", "-m", "slow and not proof"),
+        (
+            *(*PYTEST, "tests/training", "tests/clients"),
+            *("--device", "simgpu", "-m", "slow and not proof"),
+        ),
         7200,
     ),
     # Over PyTorch's CUDA build, in .venv-cuda: `make cuda-build`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import sides
 import torch
 from equality import RUNS, assert_models_agree, assert_same, attached, gradients, resident_pair
 from torch import nn
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from oracle_offload.model.witness import Witness
 
+pytestmark = pytest.mark.usefixtures("made_there")
 DEPTH = 9  # more blocks than dynamo compiles variants of one function
 
 
@@ -165,7 +167,7 @@ def test_compile_under_autocast():
     managed, resident = resident_pair(Model())
 
     def autocast_step(model):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(sides.DEVICE, torch.bfloat16):
             y = model(torch.randn(3, 32))
         y.float().square().sum().backward()
         return [y]

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import quantised
+import sides
 import torch
 from capturing import BACKENDS, Backend
 from equality import RUNS, Recorder, assert_models_agree, assert_same, attached
@@ -48,7 +49,7 @@ def uses(kind, backend, call):
 @in_turn("kind,name", quantised.FORMATS, BACKENDS)
 def test_each_quantised_layer_is_one_operator(kind, name):
     mode = {"eager": "plain", "aot_eager": "not-reentrant"}[name]
-    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    x = torch.randn(3, 64, device=sides.DEVICE, dtype=torch.bfloat16)
     managed, resident = (quantised.model_of(kind, torch.bfloat16) for _ in range(2))
     for name_of, parameter in [*managed.named_parameters(), *resident.named_parameters()]:
         if name_of.endswith("bias"):  # else bitsandbytes casts each in its first call
@@ -71,7 +72,7 @@ def test_each_quantised_layer_is_one_operator(kind, name):
 def test_quantised_layers_keep_order_and_bytes(kind):
     def call(called):
         for rows in (4, 7, 9):  # of any number, by one graph
-            x = torch.randn(rows, 64, requires_grad=True)
+            x = torch.randn(rows, 64, device=sides.DEVICE, requires_grad=True)
             called(x).square().sum().backward()
 
     order, brought = uses(kind, None, call)
@@ -85,7 +86,7 @@ def test_quantised_layers_keep_order_and_bytes(kind):
 
 @in_turn("kind,name", ["torchao-float8", "quanto-qint8", "bitsandbytes-nf4-nested"], BACKENDS)
 def test_autocast_is_that_of_the_call(kind, name):
-    x = torch.randn(3, 64)
+    x = torch.randn(3, 64, device=sides.DEVICE)
     managed, resident = (quantised.model_of(kind, torch.float32) for _ in range(2))
     backend = Backend(name)
     with attached(managed) as manager:
@@ -98,7 +99,7 @@ def test_autocast_is_that_of_the_call(kind, name):
 
 @pytest.mark.parametrize("kind", ["torchao-int8", "bitsandbytes-int8", "quanto-qint8"])
 def test_a_trained_bias_gets_its_gradient(kind):
-    x = torch.randn(3, 64)
+    x = torch.randn(3, 64, device=sides.DEVICE)
     managed, resident = (quantised.model_of(kind, torch.float32) for _ in range(2))
     for model in (managed, resident):
         for block in model:
@@ -117,7 +118,8 @@ def test_inductor_computes_what_eager_does(monkeypatch, tmp_path):
     managed, resident = (
         nn.Sequential(*quantised.model_of("torchao-int8", torch.float32)) for _ in range(2)
     )
-    expected = torch.randn(3, 64, requires_grad=True)
+    resident.to(sides.DEVICE)
+    expected = torch.randn(3, 64, device=sides.DEVICE, requires_grad=True)
     found = expected.detach().clone().requires_grad_()
     resident(expected).square().sum().backward()
     with attached(managed) as manager:
@@ -129,7 +131,7 @@ def test_inductor_computes_what_eager_does(monkeypatch, tmp_path):
 @pytest.mark.parametrize("kind", ["torchao-int8", "bitsandbytes-nf4-nested"])
 def test_no_input_is_kept_that_eager_does_not_keep(kind):
     model = nn.Sequential(*quantised.model_of(kind, torch.float32)).requires_grad_(False)
-    x = torch.randn(64, 64, requires_grad=True)
+    x = torch.randn(64, 64, device=sides.DEVICE, requires_grad=True)
 
     def held_bytes(called):
         held = {}
@@ -155,7 +157,7 @@ def test_a_write_between_forward_and_backward_is_refused(kind, name):
     model = nn.Sequential(*quantised.model_of(kind, torch.float32))
     with attached(model) as manager:
         called = torch.compile(model, backend=name, fullgraph=True)
-        y = called(torch.randn(3, 64, requires_grad=True))
+        y = called(torch.randn(3, 64, device=sides.DEVICE, requires_grad=True))
         quantised.quantised_layers(manager)[0].masters.present[0].add_(0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
@@ -165,12 +167,13 @@ def test_a_write_between_forward_and_backward_is_refused(kind, name):
 def test_a_bias_that_compiled_code_writes(name):
     """Under ``eager`` the write is there; else the operator is given what the bias will be."""
     managed, resident = (quantised.model_of("torchao-int8", torch.float32)[0].up for _ in range(2))
-    x = torch.randn(3, 64)
+    x = torch.randn(3, 64, device=sides.DEVICE)
 
     def write(model):
         model.base.bias.add_(1)
         return model.base(x)
 
+    resident.to(sides.DEVICE)
     with attached(managed), torch.no_grad():
         called = torch.compile(write, backend=name)
         if name == "eager":
@@ -188,8 +191,8 @@ def test_a_result_of_another_dtype_than_told_is_refused(name, monkeypatch):
 
     monkeypatch.setattr(QuantisedLayer, "result_of", result_of)
     model = quantised.model_of("torchao-int8", torch.float32)[0].up
-    x = torch.randn(3, 64)
-    expected = model(x)
+    x = torch.randn(3, 64, device=sides.DEVICE)
+    expected = copy.deepcopy(model).to(sides.DEVICE)(x)
     with attached(model), torch.no_grad():
         called = torch.compile(lambda x: model.base(x).float(), backend=name)
         for _ in range(2):  # and no slot stays held
@@ -203,12 +206,13 @@ def test_a_quantised_weight_that_a_call_is_given_is_used(kind, name):
     managed, resident = (quantised.model_of(kind, torch.float32) for _ in range(2))
     managed, resident = managed[0].up.base, resident[0].up.base
     other = quantised.model_of(kind, torch.float32)[1].up.base.weight
-    x = torch.randn(3, 64)
+    x = torch.randn(3, 64, device=sides.DEVICE)
 
     def given(module, weight):
         return torch.func.functional_call(module, {"weight": weight}, (x,))
 
-    managed, whole = nn.Sequential(managed), nn.Sequential(resident)
+    managed, whole = nn.Sequential(managed), nn.Sequential(resident).to(sides.DEVICE)
+    other = nn.Parameter(other.to(sides.DEVICE), requires_grad=False)
     with attached(managed), torch.no_grad():
         called = torch.compile(given, backend=name)
         assert_same(called(managed[0], other), given(whole[0], other))
@@ -234,9 +238,9 @@ class OfSquares(nn.Module):
 def test_an_input_that_backward_reads_is_kept(name):
     resident = nn.Sequential(OfSquares(), nn.ReLU(), OfSquares())
     managed = copy.deepcopy(resident)
-    expected = torch.randn(3, 64, requires_grad=True)
+    expected = torch.randn(3, 64, device=sides.DEVICE, requires_grad=True)
     found = expected.detach().clone().requires_grad_()
-    resident(expected).sum().backward()
+    resident.to(sides.DEVICE)(expected).sum().backward()
     with attached(managed) as manager:
         assert len(quantised.quantised_layers(manager)) == 2
         backend = Backend(name)

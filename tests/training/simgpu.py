@@ -308,6 +308,16 @@ def _autocast(operator: Any, cast: Callable[[Any], Any], *args: Any, **kwargs: A
         return operator(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
 
+def _clone_storage(
+    storage: torch.UntypedStorage, clone: Callable[[Any], Any] = torch.UntypedStorage.clone
+) -> torch.UntypedStorage:
+    """Stand for ``UntypedStorage.clone``, for which torch has no memory of this type."""
+    if storage.device.type != NAME:
+        cloned: torch.UntypedStorage = clone(storage)
+        return cloned
+    return torch.empty(0, dtype=torch.uint8, device=NAME).set_(storage).clone().untyped_storage()
+
+
 def _forget_casts(clear: Callable[[], None] = torch.clear_autocast_cache) -> None:
     """Stand for ``torch.clear_autocast_cache``, which ends an outermost region."""
     _casts.clear()
@@ -402,6 +412,7 @@ def install() -> None:
             casting = functools.partial(_autocast, _operator(name), cast)
             aten.impl(name, casting, "AutocastPrivateUse1")
     torch.clear_autocast_cache = _forget_casts
+    torch.UntypedStorage.clone = _clone_storage  # type: ignore[method-assign]
     _registrations.extend((every, aten))
     # A moved module keeps its Parameters, as between "cpu" and "cuda".
     torch.__future__.set_swap_module_params_on_conversion(True)

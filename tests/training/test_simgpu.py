@@ -5,6 +5,7 @@ Run by `make device-type`, with all other tests that take a device.
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -36,6 +37,18 @@ def test_memory_outlives_the_tensor_that_it_came_from(device):
     del tensor
     torch.full((1000,), 8.0)
     assert torch.equal(half.cpu(), torch.full((500,), 7.0))
+
+
+def test_a_deep_copy_has_memory_of_its_own(device):
+    original = nn.Module()
+    original.weight, original.buffer = nn.Parameter(torch.ones(3, device=device)), torch.ones(3)
+    original.view = original.buffer = original.buffer.to(device)
+    copied = copy.deepcopy(original)
+    original.weight.data.zero_()
+    original.buffer.zero_()
+    for tensor in (copied.weight, copied.buffer):
+        assert tensor.device.type == device and torch.equal(tensor.cpu(), torch.ones(3))
+    assert copied.view is copied.buffer
 
 
 @pytest.mark.parametrize(
