@@ -35,6 +35,7 @@ _opened_in: int | None = None  # the process that opened what is in it
 _registry_lock = Lock("registry")  # protects _registry, _orphans and the creation of engines
 _orphans: list[_core.Engine] = []  # could not be set up, nor closed yet: a fault lasts
 _hooks_installed = False
+_patches: dict[Callable[[], Callable[[], None]], Callable[[], None]] = {}  # and their undo
 _phase = FIRST
 
 
@@ -364,6 +365,7 @@ def open_state(device: torch.device) -> DeviceState:
             _registry[str(device)] = state
             _opened_in = state.pid
             _install_hooks()
+            patch(step_scalars.make_scaler_wait)
             for observer in observers:
                 observer.opened(state)
         state.check_process()
@@ -415,6 +417,22 @@ def close_if_unused(state: DeviceState) -> None:
         del _registry[str(state.device)]
         if not _registry:
             _opened_in = None
+            while _patches:
+                _, undo = _patches.popitem()
+                undo()
+
+
+def patch(make: Callable[[], Callable[[], None]]) -> None:
+    """Let `make` replace functions of torch, once, until the last model has gone.
+
+    Parameters
+    ----------
+    make : callable
+        Returns what undoes it.
+    """
+    with _registry_lock:
+        if make not in _patches:
+            _patches[make] = make()
 
 
 def open_states() -> list[DeviceState]:
@@ -448,7 +466,6 @@ def _install_hooks() -> None:
     global _hooks_installed
     if not _hooks_installed:
         _hooks_installed = True
-        step_scalars.make_scaler_wait()
         torch_optimizer.register_optimizer_step_pre_hook(_before_step)
         torch_optimizer.register_optimizer_step_post_hook(_after_step)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ _scaled: set[int] = set()  # graph tasks whose result a GradScaler has scaled
 _SCALES = ("grad_scale", "found_inf")  # attributes that GradScaler gives a fused optimizer
 
 
-def make_scaler_wait() -> None:
-    """Let GradScaler wait for what it copies to the host, in this process from now on.
+def make_scaler_wait() -> Callable[[], None]:
+    """Let GradScaler wait for what it copies to the host; return what undoes that.
 
     Two of its scalars meet host gradients: what they are multiplied by, and what it remembers an
     overflow in. Without the wait the first is read too early, and the second overwritten too late.
@@ -40,7 +40,7 @@ def make_scaler_wait() -> None:
             "in bfloat16, without a GradScaler.",
             torch.__version__,
         )
-        return
+        return lambda: None
     get = replicator.get
 
     @functools.wraps(get)
@@ -51,12 +51,16 @@ def make_scaler_wait() -> None:
 
     replicator.get = get_what_has_arrived
 
+    def undo() -> None:
+        if replicator.get is get_what_has_arrived:  # else another wraps it, and calls it still
+            replicator.get = get
 
-def watch_scalers() -> None:
-    """Let `is_scaled` know, in this process from now on."""
+    return undo
+
+
+def watch_scalers() -> Callable[[], None]:
+    """Let `is_scaled` know; return what undoes that."""
     scale = grad_scaler.GradScaler.scale
-    if hasattr(scale, "notes"):
-        return
 
     @functools.wraps(scale)
     def scale_and_note(scaler: Any, outputs: Any) -> Any:
@@ -67,8 +71,13 @@ def watch_scalers() -> None:
                     each.grad_fn.register_prehook(_note_scaled)
         return scaled
 
-    scale_and_note.notes = True  # type: ignore[attr-defined]
     grad_scaler.GradScaler.scale = scale_and_note  # type: ignore[assignment]
+
+    def undo() -> None:
+        if grad_scaler.GradScaler.scale is scale_and_note:
+            grad_scaler.GradScaler.scale = scale  # type: ignore[method-assign]
+
+    return undo
 
 
 def _note_scaled(gradients: Any) -> None:

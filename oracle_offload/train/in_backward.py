@@ -17,14 +17,14 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from ..engine import optimizer_states, step_scalars
-from ..engine.engines import DeviceState, open_states
+from ..engine.engines import DeviceState, open_states, patch
 from ..engine.geometry import tensor_bytes
 from ..errors import OffloadError
 from . import stepping
@@ -60,8 +60,8 @@ class InBackward(Stepper):
         self._stream: Any = contextlib.nullcontext()  # on which gradients are
         self._was_dropped = False  # what was taken, and nothing stepped
         self._known = dict.fromkeys(optimizer.state)  # whose states were there at the latest `step`
-        step_scalars.watch_scalers()
-        watch_clipping()
+        patch(step_scalars.watch_scalers)
+        patch(watch_clipping)
         self._homes = homes()
         self._register(optimizer)
 
@@ -293,18 +293,27 @@ class InBackward(Stepper):
 # ---- clipping ----
 
 
-def watch_clipping() -> None:
-    """Let torch's functions that clip gradients refuse what is stepped in backward.
+def watch_clipping() -> Callable[[], None]:
+    """Let torch's clipping functions refuse what is stepped in backward; return what undoes that.
 
     Whoever has imported one has it under a name of its own. What each of them wraps is looked up
     when it is called.
     """
+    replaced: list[tuple[Any, Any, Any]] = []
     for clip in _CLIPS:
         cells = dict(zip(clip.__code__.co_freevars, clip.__closure__ or (), strict=False))
         cell = cells.get("func")
-        if cell is None or hasattr(cell.cell_contents, "refuses"):
-            continue
-        cell.cell_contents = _refusing(cell.cell_contents)
+        if cell is not None:
+            own = cell.cell_contents
+            cell.cell_contents = refusing = _refusing(own)
+            replaced.append((cell, own, refusing))
+
+    def undo() -> None:
+        for cell, own, refusing in replaced:
+            if cell.cell_contents is refusing:
+                cell.cell_contents = own
+
+    return undo
 
 
 def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
@@ -323,5 +332,4 @@ def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
                 )
         return clip(parameters, *args, **kwargs)
 
-    cast("Any", run).refuses = True
     return run

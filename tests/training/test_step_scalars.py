@@ -22,6 +22,7 @@ from oracle_offload import OffloadError
 from oracle_offload.aitoolkit import MemoryManager
 from oracle_offload.engine import step_scalars
 from oracle_offload.engine.engines import open_states
+from oracle_offload.train import stream_optimizer
 
 SCALE = 1024.0
 
@@ -230,6 +231,40 @@ def test_the_scaler_waits_for_what_comes_to_the_host(torchs_own):
     assert grad_scaler._MultiDeviceReplicator(here).get(host) is not here
     assert copies.get(torch.device("meta")).device.type == "meta"
     assert Far.copies[-1] == ("meta", True)
+
+
+def functions_of_torch():
+    """What is replaced while models are attached: methods, and what the clipping functions wrap."""
+    clips = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grads_with_norm_
+    wrapped = [cell.cell_contents for clip in clips for cell in clip.__closure__]
+    return [grad_scaler._MultiDeviceReplicator.get, grad_scaler.GradScaler.scale, *wrapped]
+
+
+def test_what_is_replaced_in_torch_is_put_back_with_the_last_model():
+    own = functions_of_torch()
+    one, other = (nn.Sequential(nn.Linear(128, 128)) for _ in range(2))
+    with attached(one):
+        with attached(other):
+            optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+            stream_optimizer(optimizer, during_backward=True)
+            replaced = functions_of_torch()
+            assert not any(new is old for new, old in zip(replaced, own, strict=True))
+        assert functions_of_torch() == replaced, "another model is attached"
+    assert functions_of_torch() == own
+    with attached(one):
+        assert functions_of_torch()[0] is not own[0]
+    assert functions_of_torch() == own
+
+
+def test_what_somebody_has_wrapped_since_stays(monkeypatch):
+    with attached(nn.Sequential(nn.Linear(128, 128))):
+        ours = grad_scaler._MultiDeviceReplicator.get
+
+        def theirs(copies, device):
+            return ours(copies, device)
+
+        monkeypatch.setattr(grad_scaler._MultiDeviceReplicator, "get", theirs)
+    assert grad_scaler._MultiDeviceReplicator.get is theirs
 
 
 @pytest.mark.parametrize("lacks", ["class", "attribute"])
