@@ -245,7 +245,9 @@ class MemoryManager:
 
         Sampling may use the room that training needs for activations: ``with
         manager.set_budget(vram_budget="20GiB"): sample()``. All copies on the device are made
-        again. What is on the host, and how, is decided at `attach`.
+        again. What is on the host, and how, is decided at `attach`. Blocks nest: what was set in
+        one ends with it. Where something is in use at its end, the arena is replaced before the
+        next forward that autograd records, and a warning says so.
 
         Parameters
         ----------
@@ -530,8 +532,8 @@ class _Placed:
 
     Attributes
     ----------
-    budget : Budget
-        As all ranks take it.
+    asked, budget : Budget
+        As it was given, and as all ranks take it.
     reasons : dict of str to str
         Why a layer or a parameter is resident, by name.
     units, kept : list, Kept
@@ -550,6 +552,7 @@ class _Placed:
         The files that they come from; the ranks that have them together.
     """
 
+    asked: Budget
     budget: Budget
     reasons: dict[str, str]
     units: list[Unit]
@@ -578,11 +581,13 @@ def _place(
     chosen = selection.select(module, ignore_modules)
     expected = Expected(loading)
     every = group_units(chosen.leaves)
+    asked = budget
     if shared is not None:
-        budget = shared.same_limit(every, budget)
+        budget = shared.same_limit(every, asked)
     units, kept, host_room = part(every, budget, expected)
     all_locked = budget.most_locked_bytes() == float("inf")
     return _Placed(
+        asked,
         budget,
         {**chosen.parameters, **chosen.resident, **kept.reasons()},
         units,
@@ -690,7 +695,7 @@ def _lend(attachment: Attachment, placed: _Placed, staging: int) -> None:
     attachment.weights = weights = placed.weights(staging)
     arena.floor_bytes = weights.floor
     arena.most_bytes = weights.streamed + weights.floor
-    attachment.take_budget(placed.budget)
+    attachment.take_budget(placed.asked)
     capacity = _capacity(attachment.state, placed, staging)
     # Of "auto" the steps tell how much more there is.
     arena.lend(weights.floor if placed.budget.vram_budget == AUTO else capacity)

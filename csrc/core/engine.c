@@ -747,7 +747,7 @@ static enum oo_status oo__declare_reads(struct oo_engine *engine, const struct o
     enum oo_status status = OO_OK;
     for (uint32_t i = 0; i < member->n_tensors; i++) {
         const OOSimRange read = {(OOCUdeviceptr)member->tensors[i].host, member->tensors[i].bytes};
-        OO_TRY(oo__declare_kernel(engine, stream, &read, i ? 0 : seconds));
+        OO_TRY(oo__declare_kernel(engine, stream, &read, NULL, i ? 0 : seconds));
     }
 done:
     return status;
@@ -937,6 +937,11 @@ static enum oo_status oo__rewrite_copy(struct oo_engine *engine, uint32_t id, OO
     OO_TRY(oo__order_after_copy(engine, id, stream));
     /* H2: other streams may still read what this one is about to write. */
     OO_TRY(oo__order_after_uses(engine, id, stream));
+    if (oo__declares_kernels(engine)) { /* what may be on its way there has come by then */
+        const struct oo_block *block = oo_plan_resident(engine->plan, id);
+        const OOSimRange written = {oo_block_address(block), block->bytes};
+        OO_TRY(oo__declare_kernel(engine, stream, NULL, &written, 0));
+    }
     oo_plan_pin(engine->plan, id);
     unit->n_kept++;
     unit->keeper = &oo__uses_here;
@@ -962,13 +967,16 @@ enum oo_status oo_unit_rewrite(struct oo_engine *engine, uint32_t id, const stru
         unit->stale = (uint8_t)resident; /* until it is known to be right */
         oo_plan_allow(engine->plan, id, 0);
         OO_TRY(oo__order_after_reads(engine, (OOCUstream)stream));
-        if (is_current)
+        if (is_current) {
             OO_TRY(oo__rewrite_copy(engine, id, (OOCUstream)stream));
-        else if (!is_used)
+            *address = oo_block_address(oo_plan_resident(engine->plan, id));
+        } else if (!is_used) {
             OO_TRY(oo__drop(engine, id));
+        }
+    } else {
+        OO_TRY(oo__order_after_reads(engine, (OOCUstream)stream));
+        unit->is_rewritten_too = 0; /* what this one sends home is not in the copy */
     }
-    if (unit->rewrite_lasts)
-        *address = oo_block_address(oo_plan_resident(engine->plan, id));
 done:
     oo__leave(engine);
     return status;

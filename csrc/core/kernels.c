@@ -64,7 +64,8 @@ enum oo_status oo_engine_spin(struct oo_engine *engine, uintptr_t stream, uint64
     if (status != OO_OK)
         return status;
     if (oo__declares_kernels(engine)) {
-        status = oo__declare_kernel(engine, (OOCUstream)stream, NULL, (double)nanoseconds * 1e-9);
+        status =
+            oo__declare_kernel(engine, (OOCUstream)stream, NULL, NULL, (double)nanoseconds * 1e-9);
         goto done;
     }
     OO_TRY(oo__kernel_load(engine, "spin", &engine->spin));

@@ -65,8 +65,10 @@ int oo__declares_kernels(const struct oo_engine *engine) {
 }
 
 enum oo_status oo__declare_kernel(struct oo_engine *engine, OOCUstream stream,
-                                  const OOSimRange *read, double seconds) {
-    return OO_DRIVE(engine, simLaunch, stream, read, read ? 1 : 0, NULL, 0, seconds);
+                                  const OOSimRange *read, const OOSimRange *written,
+                                  double seconds) {
+    return OO_DRIVE(engine, simLaunch, stream, read, read ? 1 : 0, written, written ? 1 : 0,
+                    seconds);
 }
 
 enum oo_status oo__launch(struct oo_engine *engine, const struct oo_member *member,
@@ -77,7 +79,7 @@ enum oo_status oo__launch(struct oo_engine *engine, const struct oo_member *memb
     const struct oo_member_tensor *last = &member->tensors[member->n_tensors - 1];
     const OOSimRange read = {address + member->tensors[0].offset,
                              last->offset + last->bytes - member->tensors[0].offset};
-    return oo__declare_kernel(engine, stream, &read, seconds);
+    return oo__declare_kernel(engine, stream, &read, NULL, seconds);
 }
 
 enum oo_status oo_engine_launch(struct oo_engine *engine, uint32_t id, uintptr_t stream,

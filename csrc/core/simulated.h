@@ -27,9 +27,10 @@ enum oo_status oo__adopt(struct oo_engine *engine, uintptr_t address, size_t byt
 OOCUresult oo__disown(struct oo_engine *engine, uintptr_t address);
 /* Whether kernels are declared instead of run. */
 int oo__declares_kernels(const struct oo_engine *engine);
-/* A kernel of `seconds` on `stream` that reads these bytes, or none (NULL). */
+/* A kernel of `seconds` on `stream` that reads and writes these bytes, or none (NULL). */
 enum oo_status oo__declare_kernel(struct oo_engine *engine, OOCUstream stream,
-                                  const OOSimRange *read, double seconds);
+                                  const OOSimRange *read, const OOSimRange *written,
+                                  double seconds);
 /* The kernel that reads a member which is acquired. */
 enum oo_status oo__launch(struct oo_engine *engine, const struct oo_member *member,
                           OOCUstream stream, double seconds);

@@ -461,7 +461,8 @@ enum oo_status oo_engine_resume(struct oo_engine *engine);
  * until oo_unit_rewritten. Where a copy of it is there that is what the masters are, by `count`
  * stamps, one for each member, it is in use until then, at `address`: what the caller queues on
  * `stream` may write to it what will go to the masters. Else `address` is 0, and the copy goes.
- * Meanwhile no copy is trusted, and none is fetched ahead. */
+ * A second call before that is of another who writes to masters: `address` is 0, and what the
+ * first has written to the copy is not trusted afterwards. Meanwhile none is fetched ahead. */
 enum oo_status oo_unit_rewrite(struct oo_engine *engine, uint32_t unit,
                                const struct oo_stamp *stamps, uint32_t count, uintptr_t stream,
                                uintptr_t *address);

@@ -151,6 +151,7 @@ class DeviceState:
         self.landings: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         # By the `id` of a master, what steps it in backward: see `train.in_backward`.
         self.steppers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.kept_bytes = 0  # of copies that wait in the arena to be stepped in backward
         # By unit, what rewrites its masters while backward goes on; a row is replaced.
         self.rewritten: dict[int, tuple[Any, ...]] = {}
         # By the `id` of a master, what alone rewrites it: see `cover`.

@@ -143,26 +143,32 @@ class Arena:
         Raises
         ------
         OffloadError
-            A segment is in use; the arena is as it was.
+            A segment is in use; the arena has the size that it had.
         torch.OutOfMemoryError
             The device has no room for it; it holds a segment of the size that it had.
         """
         with self._state.lock:
             before = self.capacity_bytes
-            if self._lease is not None:
-                self._give_back(self._lease, self._lent)
-                self._lease, self._lent = None, []
-            if self._added_lease is not None:
-                self._give_back(self._added_lease, self._added)
-                self._added_lease, self._added = None, []
-            self.capacity_bytes = 0
-            self._worth_trying_bytes = 0
-            self._state.kind.release_cached()
             try:
+                self._give_back_segments()
+                self._worth_trying_bytes = 0
+                self._state.kind.release_cached()
                 self.lend(nbytes)
             except BaseException:
-                self.lend(before)
+                if self.capacity_bytes < before:
+                    self.lend(before - self.capacity_bytes)
                 raise
+
+    def _give_back_segments(self) -> None:
+        """Give back all of the arena; what fails is there still, and counts."""
+        if self._added_lease is not None:
+            self._give_back(self._added_lease, self._added)
+            self.capacity_bytes -= sum(segment.nbytes for segment in self._added)
+            self._added_lease, self._added = None, []
+        if self._lease is not None:
+            self._give_back(self._lease, self._lent)
+            self.capacity_bytes -= sum(segment.nbytes for segment in self._lent)
+            self._lease, self._lent = None, []
 
     def _give_back(self, lease: int, lent: list[Segment]) -> None:
         # The memory stays alive until the engine has let go of it.
@@ -214,10 +220,5 @@ class Arena:
     def take_back(self) -> None:
         """Take everything back; what fails is there still."""
         with self._state.lock:
-            if self._added_lease is not None:
-                self._give_back(self._added_lease, self._added)
-                self._added_lease, self._added = None, []
-            if self._lease is not None:
-                self._give_back(self._lease, self._lent)
-                self._lease, self._lent = None, []
+            self._give_back_segments()
             self._take_back_staging()

@@ -96,6 +96,7 @@ class Attachment:
         self.kept_bytes = kept_bytes
         self.budget = Budget()
         self.weights = Weights(0, 0)
+        self._size_to_restore: int | None = None  # of the arena, once nothing is in use there
         self.auto_budget: AutoBudget | None = None
         self._budget_acquires = 0  # of the engine, when the budget saw a step last
         self._budget_segments: object = None  # of the device, as it left them
@@ -208,6 +209,7 @@ class Attachment:
             return
         if self.pieces.share is not None:
             self.pieces.share.check_generation()
+        self._restore_size(logging.DEBUG)
         if self.arena.may_grow:
             self._grow_to_block()
 
@@ -326,18 +328,40 @@ class Attachment:
             undo = contextlib.ExitStack()
             undo.callback(self._restore_budget, self.budget, self.arena.capacity_bytes)
             self._replace_arena(size, "set_budget")
+            self._size_to_restore = None
             self.take_budget(budget)
         return undo
 
     def _restore_budget(self, budget: Budget, size: int) -> None:
-        if self.is_attached:
-            with self.state.lock:
-                self._replace_arena(max(size, self.arena.floor_bytes), "the end of set_budget")
-                self.take_budget(budget)
+        """End the block of a `set_budget`; what cannot be yet is done later."""
+        if not self.is_attached:
+            return
+        with self.state.lock:
+            self.take_budget(budget)
+            self._size_to_restore = size
+            self._restore_size(logging.WARNING)
+
+    def _restore_size(self, level: int) -> None:
+        size = self._size_to_restore
+        if size is None:
+            return
+        try:
+            self._replace_arena(max(size, self.arena.floor_bytes), "the end of set_budget")
+            self._size_to_restore = None
+        except (OffloadError, MemoryError, torch.OutOfMemoryError) as error:
+            self.state.turned = True  # the next forward that records begins anew
+            logger.log(
+                level,
+                "%s: the arena stays at %s after the block of set_budget, and is tried again "
+                "before the next forward that autograd records: %s",
+                self.name,
+                format_size(self.arena.capacity_bytes),
+                error,
+            )
 
     def _replace_arena(self, size: int, why: str) -> None:
         before = self.arena.capacity_bytes
-        self._refuse_while_held()
+        self._refuse_while_held("try again")
         self.forget_views()
         self.arena.replace(size)
         self.state.kind.begin_peak()
@@ -737,7 +761,7 @@ class Attachment:
                 format_size(left),
             )
 
-    def _refuse_while_held(self) -> None:
+    def _refuse_while_held(self, then: str = "detach") -> None:
         """Name the layers whose tensors code keeps, which no step to come will give back."""
         held = [layer.name for layer in self.held() if layer.lends_to_code]
         if held and self.is_attached:
@@ -745,7 +769,7 @@ class Attachment:
             raise OffloadError(
                 f"weights of {', '.join(map(repr, held[:3]))}{more} are still held on the device: "
                 "by a graph that awaits its backward, or by code that keeps them (a cache of a "
-                "weight, ctx.weight = weight). Let go of that, then detach; or leave the layer "
+                f"weight, ctx.weight = weight). Let go of that, then {then}; or leave the layer "
                 "resident with ignore_modules=[...]."
             )
 

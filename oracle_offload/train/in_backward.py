@@ -126,6 +126,7 @@ class InBackward(Stepper):
         optimizer = self._running = self._optimizer()
         self._late = weakref.ref(late)
         self._was_dropped = False
+        self._end_rewrites()  # what could not be ended before
         optimizer_states.follow(optimizer)
         self._homes = homes()
         self._note_fused(optimizer)
@@ -168,10 +169,11 @@ class InBackward(Stepper):
             return
         nbytes = sum(map(tensor_bytes, layer.masters.present))
         arena = sum(segment.nbytes for segment in state.segments)
-        if (sum(self._kept.values()) + nbytes) * _KEPT_OF_ARENA > arena:
+        if (state.kept_bytes + nbytes) * _KEPT_OF_ARENA > arena:
             return
         state.rewrite(unit, self)
         self._kept[unit] = nbytes
+        state.kept_bytes += nbytes
         self._rewrite(home, master)
 
     def _advance(self, optimizer: Any) -> None:
@@ -197,7 +199,7 @@ class InBackward(Stepper):
     def _send_home(self, optimizer: Any, batch: Batch) -> None:
         super()._send_home(optimizer, batch)
         batch.gradients.clear()
-        torch.autograd.graph.increment_version(batch.parameters)
+        self._count_writes(batch.parameters)
         later = {unit for other in self._left if not other.is_home for unit in other.units}
         for other in self._left:  # the stream waits for what those before this one have sent
             for unit in other.units - later if other.is_home else ():
@@ -205,7 +207,11 @@ class InBackward(Stepper):
                     self._rewritten[unit] = 0
                     self._written.add(unit)
                     self.state.engine.written(unit, self.state.stream())
-                self._kept.pop(unit, None)
+                self._drop_kept(unit)
+
+    def _drop_kept(self, unit: int) -> None:
+        """Others may replace the copy again."""
+        self.state.kept_bytes -= self._kept.pop(unit, 0)
 
     def await_home(self, unit: int) -> None:
         """Wait until what was sent of a unit is home; more may be sent afterwards."""
@@ -217,7 +223,7 @@ class InBackward(Stepper):
                     if unit in batch.units and batch.stepped is None:
                         self._let_go(batch)  # it comes again
                 self._end_rewrite(unit, is_right=True)
-                self._kept.pop(unit, None)
+                self._drop_kept(unit)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -250,7 +256,8 @@ class InBackward(Stepper):
         for batch in batches:
             self._let_go(batch)
         self._end_rewrites()
-        self._kept.clear()
+        for unit in list(self._kept):
+            self._drop_kept(unit)
         self.state.end_rewrites(self)
 
     # ---- afterwards ----

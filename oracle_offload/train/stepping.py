@@ -509,6 +509,8 @@ class Stepper:
         # is not.
         self._rewritten: dict[int, int] = {}
         self._written: set[int] = set()  # of those, whose copies were stepped, and may be gone
+        # Of those, the stamps of the masters: as this has left them, None once others wrote, too.
+        self._left_as: dict[int, list[tuple[int, int]] | None] = {}
 
     def _use(self, state: DeviceState) -> None:
         """Step on a device from now on."""
@@ -637,7 +639,7 @@ class Stepper:
             self._step_batch(optimizer, batch)
         self._arrive()
         for batch in batches:
-            torch.autograd.graph.increment_version(batch.parameters)
+            self._count_writes(batch.parameters)
         for unit in list(self._rewritten):
             self._end_rewrite(unit, is_right=True)
 
@@ -702,8 +704,9 @@ class Stepper:
         for unit in home.units:
             if unit not in self._rewritten:
                 self._rewritten[unit] = 0  # whatever interrupts this, its rewrite ends
+                self._left_as[unit] = stamps = self._stamps(unit)
                 self._rewritten[unit] = self.state.engine.rewrite(
-                    unit, self.state.stream(), self._stamps(unit) if is_alone else []
+                    unit, self.state.stream(), stamps if is_alone else []
                 )
             elif not is_alone:
                 self._rewritten[unit] = 0
@@ -711,13 +714,29 @@ class Stepper:
     def _stamps(self, unit: int) -> list[tuple[int, int]]:
         return [(member, stamp()) for member, stamp in self.state.stamps.get(unit, {}).items()]
 
+    def _count_writes(self, parameters: list[Tensor]) -> None:
+        """Let torch count what went to masters; a copy lacks what others have written to them."""
+        units = {unit for p in parameters for unit in self._units_of(p) if unit in self._rewritten}
+        for unit in units:
+            if self._left_as.get(unit) != self._stamps(unit):
+                self._left_as[unit] = None
+        torch.autograd.graph.increment_version(parameters)
+        for unit in units:
+            if self._left_as[unit] is not None:
+                self._left_as[unit] = self._stamps(unit)
+
+    def _units_of(self, parameter: Tensor) -> Iterable[int]:
+        home = self._homes.get(id(parameter))
+        return () if home is None else home.units
+
     def _end_rewrite(self, unit: int, is_right: bool) -> None:
         """The masters of a unit are written; `is_right`: so is its copy, if it was to be."""
         is_right = is_right and (self._rewritten[unit] != 0 or unit in self._written)
-        self.state.engine.rewritten(
-            unit, self.state.stream(), self._stamps(unit) if is_right else []
-        )
+        stamps = self._stamps(unit)
+        is_right = is_right and self._left_as.get(unit) == stamps
+        self.state.engine.rewritten(unit, self.state.stream(), stamps if is_right else [])
         del self._rewritten[unit]
+        self._left_as.pop(unit, None)
         self._written.discard(unit)
 
     def _end_rewrites(self) -> None:

@@ -10,7 +10,7 @@ from equality import assert_same, attached, resident_pair
 from torch import nn
 
 import oracle_offload
-from oracle_offload import Budget, DriverError, OffloadError
+from oracle_offload import Budget, DriverError, OffloadError, _core
 
 LAYER = 256 * 256 * 4
 OTHERS = {"ram_budget": "1GiB", "lock": "8MiB", "compress": None}
@@ -212,3 +212,61 @@ def test_the_end_of_the_block_of_a_detached_model_does_nothing(device):
     with manager.set_budget(offload_percent=0.5):
         manager.detach()
     assert not manager.attachment.is_attached
+
+
+class Keeping(nn.Module):
+    """Code of a library that keeps what it has of a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(256, 256) / 16)
+        self.keeps, self.kept = False, None
+
+    def forward(self, x):
+        weight = self.weight.t()
+        if self.keeps:
+            self.kept = weight.detach()
+        return torch.nn.functional.linear(x, weight).tanh()
+
+
+def test_at_the_end_of_the_block_an_error_goes_on_and_the_arena_follows_later(device, caplog):
+    model = nn.Sequential(*(Keeping() for _ in range(3))).requires_grad_(False)
+    x = torch.ones(2, 256, device=device)
+    with attached(model, device) as manager:
+        arena, before = manager.attachment.arena, manager.budget
+        expected, size = model(x), arena.capacity_bytes
+        failing = pytest.raises(RuntimeError, match="sampling failed")
+        with failing, manager.set_budget(vram_budget="2MiB"):
+            model[0].keeps = True
+            model(x)
+            raise RuntimeError("sampling failed")
+        assert manager.budget is before and arena.capacity_bytes > size
+        assert "tried again before the next forward that" in caplog.text
+        model[0].keeps, model[0].kept = False, None
+        gc.collect()
+        assert_same(model(x), expected)
+        assert_same(model(x.clone().requires_grad_()), expected)
+        assert arena.capacity_bytes == size
+
+
+def test_an_arena_that_is_in_use_keeps_its_size(device):
+    """What an arena that follows the steps has added lies in a segment of its own."""
+    model = deep().requires_grad_(False)
+    x = torch.ones(2, 256, device=device)
+    with attached(model, device, vram_budget="auto") as manager:
+        arena, state = manager.attachment.arena, manager.state
+        expected = model(x)
+        with state.lock:
+            arena.resize(7 * LAYER)
+        model(x)
+        segments = [segment.nbytes for segment in arena.segments]
+        assert len(segments) == 2
+        for layer in manager.layers:
+            used = state.engine.use(
+                layer.member, state.stream(), 0, _core.FORWARD, -1, 0.0, state.stamp_units
+            )
+            with used, pytest.raises(OffloadError, match="is being computed with"):
+                manager.set_budget(vram_budget=4 * LAYER)
+            assert sum(segment.nbytes for segment in arena.segments) == 7 * LAYER
+            assert arena.capacity_bytes == 7 * LAYER
+        assert_same(model(x), expected)

@@ -725,3 +725,105 @@ class Deep(nn.Module):
             else:
                 x = checkpoint(lambda x, f=layer: f(x).tanh(), x, use_reentrant=self.reentrant)
         return x
+
+
+# ---- copies in the arena that are stepped there ----
+
+
+def row(depth=24):
+    """Layers of which an arena at its floor has two."""
+    return nn.Sequential(*(m for _ in range(depth) for m in (nn.Linear(32, 32), nn.Tanh())))
+
+
+def row_step(models, optimizers, number, between=None):
+    """A step of each model; `between` is called in the first one's backward, where a part ends."""
+    for model, own in zip(models, optimizers, strict=True):
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+        x = x.to(next(iter(models[1].parameters())).device)
+        for index, layer in enumerate(model):
+            x = layer(x)
+            if between is not None and model is models[0] and index in (15, 21, 27):
+                x.register_hook(between)
+        x.square().mean().backward()
+        for optimizer in own:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def assert_same_row(models):
+    ours, theirs = ([p.detach().cpu() for p in model.parameters()] for model in models)
+    assert_same(ours, theirs, "parameters")
+
+
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+def test_a_copy_that_is_on_its_way_is_stepped_once_it_is_there(device, percent):
+    """An optimizer for each Parameter: many copies are fetched ahead, and used by nothing."""
+    managed = row()
+    resident = copy.deepcopy(managed).to(device)
+    with attached(managed, device, offload_percent=percent) as manager:
+        assert len(manager.layers) == 24
+        models = managed, resident
+        optimizers = [[torch.optim.AdamW([p], lr=0.01) for p in m.parameters()] for m in models]
+        for optimizer in optimizers[0]:
+            streamed(optimizer)
+        for number in range(3):
+            row_step(models, optimizers, number)
+            assert_same_row(models)
+
+
+def test_of_two_optimizers_of_one_unit_none_steps_what_took_its_place(device, monkeypatch):
+    monkeypatch.setattr(
+        manager_of, "group_units", lambda all: [list(all[i : i + 2]) for i in range(0, len(all), 2)]
+    )
+    managed, teacher = row(), row().requires_grad_(False)
+    resident = copy.deepcopy(managed).to(device)
+    with attached(managed, device, offload_percent=0.2), attached(teacher, device):
+        optimizers = []
+        for model in (managed, resident):
+            layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+            second = [layers[number] for number in (21, 19, 1)]
+            parts = [layer for layer in layers if layer not in second], second
+            optimizers.append(
+                [
+                    torch.optim.AdamW([p for layer in part for p in layer.parameters()], lr=0.01)
+                    for part in parts
+                ]
+            )
+        for optimizer in optimizers[0]:
+            streamed(optimizer)
+
+        def evict(gradient):
+            with torch.no_grad():
+                teacher(torch.ones(1, 32).to(device))
+
+        for number in range(3):
+            row_step((managed, resident), optimizers, number, evict)
+            assert_same_row((managed, resident))
+
+
+@pytest.mark.parametrize("during_backward", [True, False])
+def test_what_code_writes_after_the_step_of_a_weight_is_what_the_next_forward_has(
+    device, during_backward
+):
+    managed, fresh = row(10), row(10).to(device)
+    with attached(managed, device, offload_percent=0.0):
+        optimizer = torch.optim.SGD(managed.parameters(), lr=0.1, momentum=0.9)
+        stream_optimizer(optimizer, during_backward=during_backward)
+        weight = managed[18].weight
+
+        def write(gradient):
+            with torch.no_grad():
+                weight.mul_(0.5)
+
+        x = torch.randn(4, 32).to(device)
+        for number in range(4):
+            y = managed[:2](x)
+            if number == 2:
+                y.register_hook(write)
+            managed[2:](y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for here, there in zip(managed.parameters(), fresh.parameters(), strict=True):
+                there.copy_(here)
+            assert_same(managed(x), fresh(x))
