@@ -30,7 +30,7 @@ WITHOUT_DEVICE = (
     *("test_commands_of_pages", "test_managed_share", "test_private_names"),  # compute nothing
     "test_compile_parts",  # what a compiler is told, before there is a device
     # Programs of their own, started with the device "cpu"; gloo has no collectives of this type.
-    *("test_ddp", "test_several", "test_examples", "test_older_torchao"),
+    *("test_ddp", "test_several"),
     # Minutes of compiling, much of it by Inductor, which has no code for the device type. What is
     # the device's of it, test_compile and test_compile_quantised say.
     *("test_compile_families", "test_compile_fullgraph", "test_compile_lent"),

@@ -1,6 +1,6 @@
 """Train models quantised by the torchao in a given folder, whose tensors are nested: a process.
 
-``python older_torchao.py FOLDER``
+``python older_torchao.py FOLDER DEVICE``
 """
 
 from __future__ import annotations
@@ -8,11 +8,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-FOLDER = sys.argv[1]
+FOLDER, DEVICE = sys.argv[1:]
 sys.path.insert(0, FOLDER)
 sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
 
 import torch  # noqa: E402
+
+if DEVICE == "simgpu":
+    import simgpu
+
+    simgpu.install()
+
 import torchao  # noqa: E402
 from equality import assert_models_agree, attached  # noqa: E402
 from torch import nn  # noqa: E402
@@ -40,11 +46,11 @@ def model_of(config):
 
 
 def step_of(mode):
-    x = torch.linspace(-2, 2, 2 * 5 * 64).sin().view(2, 5, 64).to(torch.bfloat16)
+    x = torch.linspace(-2, 2, 2 * 5 * 64).sin().view(2, 5, 64).to(DEVICE, torch.bfloat16)
 
     def step(model):
         y = given = x.clone().requires_grad_(mode != "inference")
-        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=mode == "autocast"):
             for block in model:
                 if mode.endswith("reentrant"):
                     y = y + checkpoint(block, y, use_reentrant=mode == "reentrant")
@@ -67,13 +73,13 @@ def main():
             ["inference"] if dynamic else ["plain", "reentrant", "not-reentrant", "autocast"]
         ):
             managed, resident = model_of(config), model_of(config)
-            with attached(managed) as manager:
+            with attached(managed, DEVICE) as manager:
                 layers = [one for one in manager.layers if isinstance(one, QuantisedLayer)]
                 assert len(layers) == 6, manager.resident
                 for layer in layers:
                     nested = [path for path in layer.names if ".tensor_impl." in path]
                     assert [path.rpartition(".")[2] for path in nested] == tensors, layer.names
-                assert_models_agree(managed, resident, step_of(mode))
+                assert_models_agree(managed, resident, step_of(mode), device=DEVICE)
             print(config.__name__, mode)
 
 

@@ -16,6 +16,7 @@ import llm_lora
 import pytest
 import sample
 import shared
+import sides
 import small_models
 import torch
 from safetensors.torch import load_file
@@ -46,12 +47,15 @@ def small(tmp_path_factory):
 
 
 @pytest.fixture
-def run(small, tmp_path, capsys):
+def run(small, tmp_path, capsys, monkeypatch):
     """Return a function that runs an example in a folder; it returns what it said, by both ways."""
+    if sides.DEVICE == "simgpu":  # a device type that is not on their list of those that can
+        known = "transformers.training_args.is_torch_bf16_gpu_available"
+        monkeypatch.setattr(known, lambda: True)
 
     def run(example, output, *flags, code=0):
         kind = "flux" if example in (flux_lora_24gb, sample) else "llama"
-        told = ["--model", small / kind, "--device", "cpu", "--output", tmp_path / output]
+        told = ["--model", small / kind, "--device", sides.DEVICE, "--output", tmp_path / output]
         if example is not sample:
             data = "pictures" if kind == "flux" else "texts.jsonl"
             told += ["--data", small / data, "--learning-rate", 1e-2, "--batch-size", 2]
@@ -86,6 +90,8 @@ def records(folder):
 
 # ---- the bits of the resident training ----
 
+# The norm of gradients on several devices is that of the norms of each, which rounds otherwise.
+WHOLE = () if sides.DEVICE == "cpu" else ("--max-grad-norm", 0)
 TRAININGS = {
     "lora": (llm_lora, 14, ()),
     "lora in parts, clipped": (llm_lora, 14, ("--at-once", 1, "--max-grad-norm", 0.1)),
@@ -93,8 +99,8 @@ TRAININGS = {
     "lora in chunks": (llm_lora, 14, ("--chunk-size", 16, "--optimizer", "adamw8bit")),
     "lora by Trainer": (llm_lora, 14, ("--loop", "trainer", "--at-once", 1)),
     "flux": (flux_lora_24gb, 45, ()),
-    "full": (full_finetune, 14, ()),
-    "full AdamW": (full_finetune, 14, ("--optimizer", "adamw", "--chunk-size", 16)),
+    "full": (full_finetune, 14, WHOLE),
+    "full AdamW": (full_finetune, 14, (*WHOLE, "--optimizer", "adamw", "--chunk-size", 16)),
 }
 
 
@@ -103,7 +109,8 @@ def test_it_learns_the_same_managed_and_resident(run, tmp_path, name):
     example, least, flags = TRAININGS[name]
     managed = run(example, "managed", "--steps", 2, *flags)
     resident = run(example, "resident", "--steps", 2, *flags, "--resident")
-    layers = int(managed.err.split("attached: ")[-1].split(" on cpu: ")[1].split()[0])
+    attached = managed.err.split("attached: ")[-1].split(f" on {sides.DEVICE}")[1]
+    layers = int(attached.split(": ")[1].split()[0])
     assert layers >= least and "attached" not in resident.err
     assert_same(managed, resident, "full" not in name)
     here, there = records(tmp_path / "managed"), records(tmp_path / "resident")
@@ -113,7 +120,8 @@ def test_it_learns_the_same_managed_and_resident(run, tmp_path, name):
     if "Trainer" not in name:
         assert here[1]["optimizer_bytes"] > 0 and "attention: " in managed.err
         assert here[1]["at_once"] == (1 if "parts" in name else 2)
-    assert ("math" in managed.err) is (name == "lora plain")
+    math = name == "lora plain" or sides.DEVICE == "simgpu"  # which has no other kernel
+    assert ("math" in managed.err) is math
 
 
 @pytest.mark.parametrize("name", ["lora", "flux", "full"])
@@ -367,7 +375,8 @@ def test_every_example_is_on_the_page():
 def matrix(small, *flags):
     data = ["--model", small / "llama", "--data", small / "texts.jsonl"]
     script = ROOT / "examples" / "llm_lora.py"
-    told = ["bench", "--matrix", script, "--device", "cpu", "--steps", 2, *flags, "--", *data]
+    flags = ("--device", sides.DEVICE, "--steps", 2, *flags)
+    told = ["bench", "--matrix", script, *flags, "--", *data]
     return cli.main([str(word) for word in told])
 
 
@@ -385,7 +394,8 @@ def test_rows_of_the_matrix_are_of_real_trainings(small, in_this_process, capsys
     assert "2/5: managed\n" in said.err
     assert "\nrefused failed: " in said.out and "--rank: 0 is below 1\n" in said.out
     assert "other has other bits than resident, and must not\n" in said.out
-    assert said.out.endswith("The device is simulated: seconds are those of this processor.\n")
+    simulated = "The device is simulated: seconds are those of this processor.\n"
+    assert said.out.endswith(simulated) is (sides.DEVICE == "cpu")
     resident, managed, failed, adafactor, _ = map(dataclasses.asdict, documents[0])
     assert resident["h2d_bytes_per_step"] is None and managed["h2d_bytes_per_step"] > 0
     assert resident["same_bits"] and managed["same_bits"] and not adafactor["same_bits"]
