@@ -32,7 +32,7 @@ WITHOUT_DEVICE = (
     # Programs of their own, started with the device "cpu"; gloo has no collectives of this type.
     *("test_ddp", "test_several"),
     # Minutes of compiling, much of it by Inductor, which has no code for the device type. What is
-    # the device's of it, test_compile and test_compile_quantised say.
+    # the device's of it, test_compile, test_compile_quantised and some of fullgraph's tests say.
     *("test_compile_families", "test_compile_fullgraph", "test_compile_lent"),
 )
 
@@ -42,9 +42,14 @@ def pytest_configure(config):
 
 
 def pytest_generate_tests(metafunc):
-    """All tests of clients take a device: `as_it_was` asks for it."""
+    """All tests of clients take a device: `as_it_was` asks for it.
+
+    In a file that stays out, those do that make their tensors there.
+    """
+    stays = metafunc.module.__name__ in WITHOUT_DEVICE
+    stays = stays and "made_there" not in metafunc.fixturenames
     given = [m.args[0] for m in metafunc.definition.iter_markers("parametrize")]
-    if metafunc.module.__name__ not in WITHOUT_DEVICE and "device" not in str(given):
+    if not stays and "device" not in str(given):
         on_cpu = pytest.mark.elsewhere if sides.DEVICE == "cpu" else ()  # in `make device-type`
         metafunc.parametrize("device", [pytest.param(sides.DEVICE, marks=on_cpu)])
 

@@ -92,6 +92,7 @@ def compiled(model, how, backend):
     return model
 
 
+@pytest.mark.usefixtures("made_there")
 @pytest.mark.parametrize(
     ("how", "order", "name", "checkpointing", "frozen"),
     [
@@ -185,6 +186,7 @@ def test_an_operator_declared_pure_is_caught(which, name, monkeypatch):
     assert not any("unused" in name for name in found)
 
 
+@pytest.mark.usefixtures("made_there")
 def test_saved_activations_are_those_of_eager():
     """With the checkpoint inside the compiled region: the input of each block."""
     model = Model(checkpointing=True, unused=False).requires_grad_(False)
@@ -235,6 +237,7 @@ def test_the_peak_of_activations_is_that_of_eager(how, frozen):
     assert found <= 1.05 * eager
 
 
+@pytest.mark.usefixtures("made_there")
 @pytest.mark.parametrize("name", ["eager", "aot_eager"])
 def test_a_forward_after_a_backward_is_noticed(name):
     """Then the arena may grow to the blocks that were learned; a sample is none."""
@@ -264,6 +267,7 @@ def test_lengths_and_modes_are_compiled_few_times():
     assert backend.graphs <= 5  # with and without gradients: of one length, of any; inference
 
 
+@pytest.mark.usefixtures("made_there")
 def test_one_compiled_block_serves_all():
     managed = Model().requires_grad_(False)
     backend = Backend("eager")
