@@ -111,6 +111,8 @@ def budget_of(budget: Any, **given: Any) -> Budget:
     ValueError
         It is no `Budget`, or fields are given beside it.
     """
+    if "offload_percent" in given and given["offload_percent"] is None:
+        raise ValueError("offload_percent=None is not a number in [0, 1]")
     if budget is None:
         return Budget(**given)
     if not isinstance(budget, Budget):

@@ -162,6 +162,8 @@ static void a_step_waits_for_the_copy_and_for_its_readers(void) {
             need(oo_engine_stamp(w.engine, &fetched_stamp, 1, 0), "stamp");
             const uintptr_t there = rewrite(&w, ahead, 0, w.stream);
             CHECK(there != 0, "unit %u is not stepped where it lies", ahead);
+            CHECK(!memcmp((const void *)there, w.master[ahead], w.bytes[ahead]),
+                  "what computes at once finds the copy on its way");
             step_copy(&w, ahead, there, 51, 1e-5, w.stream);
             rewritten(&w, ahead, 1, 1, w.stream);
             need(use_on(&w, ahead, OO_FORWARD, -1, 1, w.stream), "forward");

@@ -28,6 +28,8 @@ def test_its_docstring_names_every_parameter(name):
     shown = getattr(oracle_offload, name)
     told = inspect.getdoc(shown).split("Parameters\n")[1].split("\nReturns\n")[0]
     named = {
-        each.strip() for line in told.splitlines() for each in line.partition(" :")[0].split(",")
+        each.strip().lstrip("*")
+        for line in told.splitlines()
+        for each in line.partition(" :")[0].split(",")
     }
     assert set(inspect.signature(shown).parameters) <= named

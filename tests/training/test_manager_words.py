@@ -78,6 +78,7 @@ def test_a_manager_outlives_its_model_and_says_that_it_is_gone():
         ),
         ({"offload_percent": True}, ValueError, "offload_percent=True is not a number in [0, 1]"),
         ({"offload_percent": "1"}, ValueError, "offload_percent='1' is not a number in [0, 1]"),
+        ({"offload_percent": None}, ValueError, "offload_percent=None is not a number in [0, 1]"),
         ({"offload_percent": -0.1}, ValueError, "offload_percent=-0.1 is outside [0, 1]"),
         (
             {"offload_percent": 70}, ValueError,

@@ -427,7 +427,8 @@ def test_what_a_streamed_step_brings_and_sends_home_has_rows(tmp_path):
             stats["brought_copies"],
         )
         weights = sum(parameter.nbytes for parameter in model.parameters())
-        assert device.brought_bytes == 3 * 2 * weights + 2 * 2 * weights
+        # Gradients, and states from the second step on; the weights are stepped in the arena.
+        assert device.brought_bytes == 3 * weights + 2 * 2 * weights
         rows = str(oracle_offload.memory_summary()).splitlines()
         (row,) = (row for row in rows if "gradients and states brought" in row)
         assert f"| {device.brought_bytes / 1024:.2f} KiB in {device.brought_copies}" in row

@@ -141,7 +141,8 @@ PLAN = {
     "compress": None, "checkpointing": True, "batch": 1, "micro_batches": 1, "sample": None,
     "measure": True, "card": None, "vram": None, "ram": None, "link_gbps": None,
     "memory_gbps": None, "tflops": None, "launch_s": None, "upstream": 1,
-    "offload_percent": None, "margin": 0.08, "verify": None, "json": False, "html": None,
+    "offload_percent": None, "vram_budget": None, "ram_budget": None, "margin": 0.08,
+    "verify": None, "json": False, "html": None,
 }  # fmt: skip
 BENCH = {"matrix": "a.py", "steps": "8", "device": "cuda", "json": False, "more": []}
 EXPLAIN = {
@@ -153,13 +154,15 @@ TAKEN: dict[str, dict[str, object]] = {
     " --master-dtype fp32 --quantize nf4 --compress auto --no-checkpointing --batch 2"
     " --micro-batches 3 --sample 512 --no-measure --card 16 --vram 20GiB --ram 48GB --link-gbps 25"
     " --memory-gbps 900 --tflops 80 --launch-s 1e-5 --upstream 2 --offload-percent 0.5 --margin 0.1"
+    " --vram-budget 9GiB --ram-budget auto"
     " --verify run.jsonl --json --html page": {
         "model": "1M", "train": "full", "rank": 4, "targets": ["a", "b"], "optimizer": "sgd",
         "fetch": False, "dtype": "fp8", "adapter_dtype": "bf16", "master_dtype": "fp32",
         "quantize": "nf4", "compress": "auto", "checkpointing": False, "batch": 2,
         "micro_batches": 3, "sample": "512", "measure": False, "card": "16", "vram": "20GiB",
         "ram": "48GB", "link_gbps": 25.0, "memory_gbps": 900.0, "tflops": 80.0, "launch_s": 1e-5,
-        "upstream": 2, "offload_percent": 0.5, "margin": 0.1, "verify": "run.jsonl", "json": True,
+        "upstream": 2, "offload_percent": 0.5, "vram_budget": "9GiB", "ram_budget": "auto",
+        "margin": 0.1, "verify": "run.jsonl", "json": True,
         "html": "page",
     },
     "bench --matrix a.py": BENCH,
@@ -213,10 +216,10 @@ def test_what_a_command_does_not_take_is_refused(
 
 
 def test_a_public_name_is_imported_once_and_an_unknown_one_is_refused() -> None:
-    oracle_offload.__dict__.pop("configure_allocator", None)
-    assert "configure_allocator" in dir(oracle_offload)
-    found = oracle_offload.diagnose.configure_allocator
-    assert oracle_offload.__dict__["configure_allocator"] is found
+    oracle_offload.__dict__.pop("explain_oom", None)
+    assert "explain_oom" in dir(oracle_offload)
+    found = oracle_offload.explain_oom
+    assert oracle_offload.__dict__["explain_oom"] is found
     with pytest.raises(AttributeError, match="module 'oracle_offload' has no attribute 'attatch'"):
         oracle_offload.attatch  # noqa: B018
 
