@@ -220,5 +220,7 @@ class Arena:
     def take_back(self) -> None:
         """Take everything back; what fails is there still."""
         with self._state.lock:
+            size = self.capacity_bytes
             self._give_back_segments()
+            self.capacity_bytes = size  # for who asks of the model that was
             self._take_back_staging()

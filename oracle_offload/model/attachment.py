@@ -730,7 +730,6 @@ class Attachment:
         """Give everything back to the device; masters stay where they are, as ordinary memory."""
         if os.getpid() != self._pid:
             return
-        self.state.break_off_steps()
         # Any step may fail, or be refused while in use: what was done stays done, and closing again
         # goes on from there.
         with self.state.lock:  # two threads may close what is left
@@ -781,6 +780,7 @@ class Attachment:
         OffloadError
             A call computes with the model itself; it stays attached.
         """
+        self.state.break_off_steps()  # before the device's lock, as a backward takes them
         with self.state.lock:  # who computes in what is left finds it at its own detach
             self._close_patiently()
         close_leftovers(self.state, but=self)
@@ -807,6 +807,9 @@ class Attachment:
 
     def close_deleted(self) -> None:
         """End of a deleted model; where a thread holds a lock, it is left for later."""
+        with self.state.gradients_lock.if_free() as gradients:
+            if gradients:
+                self.state.break_off_steps()
         with self.state.lock.if_free() as device, registry_if_free() as registry:
             if device and registry:
                 self.close_quietly()

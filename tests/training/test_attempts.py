@@ -8,14 +8,13 @@ import weakref
 import pytest
 import torch
 
-from oracle_offload import (
-    NoRoomError,
-    OffloadError,
+from oracle_offload import NoRoomError, OffloadError
+from oracle_offload.host import cgroup
+from oracle_offload.train import (
     emergency_minimal_operations,
     get_detailed_memory_info,
     set_memory_fraction,
 )
-from oracle_offload.host import cgroup
 from oracle_offload.train.survive import memory
 from oracle_offload.train.survive.attempts import (
     HALVE,

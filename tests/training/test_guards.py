@@ -19,17 +19,17 @@ import torch
 from equality import assert_same, attached
 from torch import nn
 
-from oracle_offload import (
+from oracle_offload import NoRoomError
+from oracle_offload.errors import OffloadError
+from oracle_offload.train import (
     Cleanup,
     CopyCounter,
-    NoRoomError,
     PressureMonitor,
     ThermalPause,
     VramManager,
     track_copies,
     worker_budgets,
 )
-from oracle_offload.errors import OffloadError
 from oracle_offload.train.survive import pressure, thermal
 from oracle_offload.train.survive.pressure import Reading, limit_of
 
