@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .._core import HostBuffer
+from ..errors import OffloadError
 
 if TYPE_CHECKING:
     from .engines import DeviceState
@@ -105,4 +106,9 @@ class LockedPool:
 
     def _unlock(self, buffer: HostBuffer) -> None:
         del self._buffers[buffer.address]
-        self._state.engine.unlock(buffer)  # cut short before it, the end of the buffer does so
+        try:
+            self._state.engine.unlock(buffer)  # cut short before it, the end of the buffer does so
+        except OffloadError:  # whoever keeps the error keeps the buffer: unlock it at the next try
+            self._buffers[buffer.address] = buffer
+            self.give(buffer)
+            raise

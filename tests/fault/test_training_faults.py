@@ -142,8 +142,11 @@ class Log(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
+        # As many handlers do; with a record live its error's frames, and what those hold.
+        self.records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
         text = record.getMessage()
         if record.exc_info:
             text += f": {record.exc_info[1]}"
