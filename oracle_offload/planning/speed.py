@@ -98,17 +98,19 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
 def _streamed_step(step: Step, fit: Fit, card: Card) -> Speed:
     """Return what a step of a full training moves, where the optimizer is streamed.
 
-    Trained weights are not trusted after a backward: each forward brings all that it uses anew.
-    Where micro-batches take turns in a loop, the sum of their gradients comes and goes with each.
+    Each forward, each backward and the step bring what the arena does not hold from before. Where
+    micro-batches take turns in a loop, the sum of their gradients comes and goes with each.
     """
-    gradients = fit.host.get("gradients", 0)
-    stepped = fit.host.get("weights", 0) + fit.host.get("optimizer state", 0)
+    weights, gradients, states = (
+        fit.host.get(kind, 0) for kind in ("weights", "gradients", "optimizer state")
+    )
     rounds = 1 if step.together else step.micro_batches
-    forward, backward = fit.sweep_bytes or (fit.storage.travelling_bytes,) * 2
-    swept = forward + max(0, backward - fit.arena_bytes)
-    there = rounds * swept + (rounds - 1) * gradients
-    moved, home = there + gradients + stepped, rounds * gradients + stepped
-    seconds = (gradients + stepped) / _link_rate(card, 0.5)
+    sweeps = fit.sweep_bytes or (fit.storage.travelling_bytes,) * 2
+    swept = sum(max(0, used - fit.arena_bytes) for used in sweeps)
+    stepped = max(0, weights - fit.arena_bytes) + gradients + states
+    moved = rounds * swept + (rounds - 1) * gradients + stepped
+    home = rounds * gradients + weights + states
+    seconds = stepped / _link_rate(card, 0.5)
     mode = "after backward, on the device"
     return Speed(
         h2d_bytes=moved,
@@ -117,8 +119,8 @@ def _streamed_step(step: Step, fit: Fit, card: Card) -> Speed:
         why=(
             "how long gradients take to leave is not modelled; with an optimizer that steps "
             f"{mode} (train.stream_optimizer), {format_size(moved)} go to the device in it and "
-            f"{format_size(home)} home, of which its own {format_size(gradients + stepped)} and "
-            f"{format_size(stepped)} at once, in {seconds:.2g} s or more"
+            f"{format_size(home)} home, of which its own {format_size(stepped)} and "
+            f"{format_size(weights + states)} at once, in {seconds:.2g} s or more"
         ),
     )
 

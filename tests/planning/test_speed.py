@@ -341,22 +341,21 @@ def test_a_time_that_is_unknown_says_why() -> None:
     full = replace(fit, storage=replace(fit.storage, recipe=recipe))
     host = {"weights": 4 << 30, "gradients": 4 << 30, "optimizer state": 8 << 30, "padding": 9}
     found = speed_of(step, replace(full, host=host, sweep_bytes=(4 << 30, 3 << 30)), CARD)
-    there, mode = (
-        (4 << 30) + (3 << 30) - full.arena_bytes + (16 << 30),
-        "after backward, on the device",
-    )
+    stepped = (16 << 30) - full.arena_bytes
+    there = (4 << 30) + (3 << 30) - 2 * full.arena_bytes + stepped
+    mode = "after backward, on the device"
     assert found == Speed(
         h2d_bytes=there,
         d2h_bytes=16 << 30,
         optimizer=mode,
         why="how long gradients take to leave is not modelled; with an optimizer that steps after "
         f"backward, on the device (train.stream_optimizer), {format_size(there)} go to the device "
-        "in it and 16.00 GiB home, of which its own 16.00 GiB and 12.00 GiB at once, in 0.86 s or "
-        "more",
+        f"in it and 16.00 GiB home, of which its own {format_size(stepped)} and 12.00 GiB at "
+        "once, in 0.86 s or more",
     )
     rounds = speed_of(replace(step, micro_batches=3), replace(full, host=host), CARD)
-    swept = 4 * LAYER + 3 * LAYER - full.arena_bytes
-    assert rounds.h2d_bytes == 3 * swept + (2 * 4 + 16) * 2**30
+    swept = 4 * LAYER + 3 * LAYER - 2 * full.arena_bytes
+    assert rounds.h2d_bytes == 3 * swept + (2 << 32) + stepped
     assert rounds.d2h_bytes == (3 * 4 + 12) * 2**30
     assert speed_of(step, replace(full, verdict="fits resident"), CARD).why == ""
 
@@ -386,8 +385,9 @@ def test_what_a_full_training_moves_is_what_the_engine_moves(rounds: int) -> Non
             stats = manager.state.engine.stats()
             moved.append((stats["h2d_bytes"] + stats["brought_bytes"], stats["d2h_bytes"]))
     there, home = (after - before for after, before in zip(*moved[:1:-1], strict=True))
-    # A place holds a whole layer, and one is brought ahead: two layers in each round.
-    assert there == pytest.approx(planned.h2d_bytes, abs=2 * rounds * (width * width * 4))
+    # A place holds a whole layer, and one is brought ahead: at most two layers more in each of the
+    # forwards, the backwards and the step.
+    assert 0 <= there - planned.h2d_bytes <= 2 * (2 * rounds + 1) * (width * width * 4)
     assert home == pytest.approx(planned.d2h_bytes, rel=1e-3)
 
 
