@@ -692,13 +692,11 @@ def _fill_masters(
 def _lend(attachment: Attachment, placed: _Placed, staging: int) -> None:
     """Lend the arena, and what coded weights pass through."""
     arena = attachment.arena
-    attachment.weights = weights = placed.weights(staging)
-    arena.floor_bytes = weights.floor
-    arena.most_bytes = weights.streamed + weights.floor
+    arena.floor_bytes = placed.floor
     attachment.take_budget(placed.asked)
     capacity = _capacity(attachment.state, placed, staging)
     # Of "auto" the steps tell how much more there is.
-    arena.lend(weights.floor if placed.budget.vram_budget == AUTO else capacity)
+    arena.lend(placed.floor if placed.budget.vram_budget == AUTO else capacity)
     if attachment.pieces.coded:
         arena.lend_staging(staging)
 

@@ -35,8 +35,6 @@ class Arena:
         Size of what is lent.
     floor_bytes : int
         The part of it that must be there: two of the largest units, or one checkpointed block.
-    most_bytes : int
-        The most that its model can use.
     may_grow : bool
         Whether it may grow to the blocks that are learned.
     """
@@ -45,7 +43,6 @@ class Arena:
         self._state = state
         self.capacity_bytes = 0
         self.floor_bytes = 0
-        self.most_bytes = 0
         self.may_grow = False
         self._lease: int | None = None
         self._lent: list[Segment] = []

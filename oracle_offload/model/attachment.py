@@ -8,7 +8,6 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -66,8 +65,8 @@ class Attachment:
     ----------
     layers : list of Leaf
         The managed ones, in module order.
-    budget, weights : Budget, Weights
-        What the weights may take, and what there is of them to place.
+    budget : Budget
+        What the weights may take.
     auto_budget : AutoBudget or None
         How the arena follows what the steps leave of the device, where it does.
     order, steps : Record or None
@@ -95,7 +94,6 @@ class Attachment:
         self.reasons = reasons
         self.kept_bytes = kept_bytes
         self.budget = Budget()
-        self.weights = Weights(0, 0)
         self._size_to_restore: int | None = None  # of the arena, once nothing is in use there
         self.auto_budget: AutoBudget | None = None
         self._budget_acquires = 0  # of the engine, when the budget saw a step last
@@ -139,6 +137,14 @@ class Attachment:
     def managed_bytes(self) -> int:
         """Bytes that the managed weights take on the device, where each is aligned."""
         return sum(unit_bytes(layer.tensors()) for layer in list(self.layers))
+
+    @property
+    def weights(self) -> Weights:
+        """What there is to place by now: layers are let go and taken anew after attach."""
+        all_locked, arena = self.pieces.budget.locks_all, self.arena
+        layers = [one for one in list(self.layers) if one.needs_place or not all_locked]
+        streamed = sum(unit_bytes(layer.tensors()) for layer in layers)
+        return Weights(streamed, arena.floor_bytes, self.kept_bytes, arena.staging_bytes)
 
     def unit_layers(self) -> dict[int, str]:
         """Return the names of the layers that travel in each unit, by unit."""
@@ -246,13 +252,13 @@ class Attachment:
         growing = [
             held
             for held in attachments_on(self.state)
-            if held.auto_budget is not None and held.arena.capacity_bytes < held.arena.most_bytes
+            if held.auto_budget is not None and held.arena.capacity_bytes < held.weights.most
         ]
         change = budget.after_step(
             self._reading(),
             arena.capacity_bytes,
             arena.floor_bytes,
-            max(arena.most_bytes, arena.floor_bytes),
+            self.weights.most,
             2 * self._largest_unit(stats),
             max(1, len(growing)),
         )
@@ -314,7 +320,7 @@ class Attachment:
     def set_budget(self, budget: Budget) -> AbstractContextManager[Any]:
         """Replace the arena by that of another budget; the context undoes it: see the manager."""
         with self.state.lock:
-            weights = replace(self.weights, floor=max(self.weights.floor, self.arena.floor_bytes))
+            weights = self.weights
             size = weights.floor  # of "auto" the steps tell how much more there is
             if budget.vram_budget != AUTO:
                 size = place(budget, weights, self.state.engine.mem_info()[1], 0)

@@ -145,6 +145,11 @@ class Weights:
     kept: int = 0
     staging: int = 0
 
+    @property
+    def most(self) -> int:
+        """The largest arena that is of use: more would be memory lost to everything else."""
+        return self.streamed + self.floor
+
 
 def place(budget: Budget, weights: Weights, total: int, left: int) -> int:
     """Return the bytes of the arena; below the floor where the budget is too small for one.
@@ -166,5 +171,4 @@ def place(budget: Budget, weights: Weights, total: int, left: int) -> int:
     else:
         size = parse_size(budget.vram_budget, total=total, name="vram_budget")
         size -= weights.kept + weights.staging
-    # More than the planner can ever use would be memory lost to everything else.
-    return aligned_down(max(0, min(size, weights.streamed + weights.floor)))
+    return aligned_down(max(0, min(size, weights.most)))

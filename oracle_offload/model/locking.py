@@ -69,6 +69,11 @@ class LockBudget:
         self._is_attached = False  # until then more pieces come
         self._told = False
 
+    @property
+    def locks_all(self) -> bool:
+        """Whether the system alone limits it."""
+        return self._limit == float("inf")
+
     def reserve_rings(self, managed_bytes: int) -> None:
         """Have both rings before any master is locked: later there may be nothing left."""
         engine = self._state.engine

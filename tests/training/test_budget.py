@@ -112,6 +112,35 @@ def test_it_holds_from_then_on_without_a_block(device):
         assert manager.state.engine.stats()["h2d_bytes"] == before, "all of it is there"
 
 
+@pytest.mark.parametrize("width", [512, 64])
+def test_it_places_what_there_is_by_now(device, width):
+    """Layers that others have replaced after attach are larger, or smaller, than they were."""
+    resident, model = resident_pair(deep().requires_grad_(False))
+    resident.to(device)
+    with attached(model, device) as manager:
+        step(model, device)
+        for place, of in ((2, (256, width)), (3, (width, 256))):
+            torch.manual_seed(place)
+            model[place] = nn.Linear(*of, bias=False).requires_grad_(False)
+            resident[place] = nn.Linear(*of, bias=False).requires_grad_(False)
+            resident[place].load_state_dict(model[place].state_dict())
+        expected = step(resident.to(device), device)
+        assert_same(step(model, device), expected)
+        assert len(manager.layers) == 8
+        arena, managed = manager.attachment.arena, manager.attachment.managed_bytes
+        assert managed == 6 * LAYER + 2 * 256 * width * 4
+        with manager.set_budget(offload_percent=0.0):
+            assert arena.capacity_bytes == managed + arena.floor_bytes
+            step(model, device)
+            before = manager.state.engine.stats()["h2d_bytes"]
+            with torch.no_grad():
+                model(torch.ones(4, 256, device=device))
+            assert manager.state.engine.stats()["h2d_bytes"] == before, "all of it is there"
+        with manager.set_budget(vram_budget="1GiB"):
+            assert arena.capacity_bytes == managed + arena.floor_bytes
+            assert_same(step(model, device), expected)
+
+
 def test_a_graph_of_before_ends_with_the_budget_of_after(device):
     resident, model = resident_pair(deep())
     resident.to(device)

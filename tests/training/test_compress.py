@@ -1295,7 +1295,7 @@ def test_a_ram_budget_that_needs_codes_needs_the_cache(monkeypatch, tmp_path):
 def test_staging_memory_is_taken_only_for_codes(monkeypatch):
     model = build(depth=8)
     with attached(model, "cpu") as manager:
-        place = manager.attachment.arena.most_bytes
+        place = manager.attachment.weights.most
     with attached(model, "cpu", compress="auto", vram_budget=place) as manager:
         assert not coded_layers(manager)
         assert manager.attachment.arena.capacity_bytes == place

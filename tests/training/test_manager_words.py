@@ -380,7 +380,7 @@ def capacity(model, **options):
         assert (manager.attachment.auto_budget is not None) == (
             options.get("vram_budget") == "auto"
         )
-        assert arena.floor_bytes <= arena.most_bytes
+        assert arena.floor_bytes <= manager.attachment.weights.most
         beside = 8 * LAYER - options.get("ram_budget", 8 * LAYER)
         assert manager.attachment.kept_bytes == beside, "what the host is not to hold"
         return manager.attachment.arena.capacity_bytes
