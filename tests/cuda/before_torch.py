@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "build" / "cuda"
 ON = os.environ.get("CUDA_SIM", "1") != "0"
@@ -19,6 +21,9 @@ if ON:
     # By these names whoever asks for them later finds them: torch, pynvml, an engine.
     for _name in ("libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1"):
         ctypes.CDLL(str(FOLDER / _name))
+    # Without its kernels for a card bitsandbytes computes by its own operators in plain torch.
+    _name = "bitsandbytes.backends.cuda.ops"
+    sys.modules[_name] = ModuleType(_name)
 
 
 def after_torch() -> None:
