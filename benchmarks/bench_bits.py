@@ -49,13 +49,13 @@ def deterministic(device: str) -> Iterator[dict[str, Any]]:
 
 
 def compared(device: str, steps: int, offloads: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """Train so many steps (two on a simulated device) and compare."""
+    """Train so many steps (two where sizes are small) and compare."""
     import torch
     import training
 
     import oracle_offload
 
-    if common.is_simulated(device):
+    if common.is_small(device):
         torch.set_num_threads(1)
         shape, steps = training.flux_shape(device, 1024), 2
     else:

@@ -13,7 +13,7 @@ import common
 
 SIZES = (1, 4, 24)  # GiB on a card
 ATTACHED_GIB = 8  # of a model that attach takes over
-SIMULATED_SHARE = 512  # how much less the simulated device locks
+SMALL_SHARE = 512  # how much less is locked where sizes are small
 PIECE_BYTES = common.GIB  # as masters are made
 
 
@@ -23,8 +23,8 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
         yield from common.attempt(f"attach from the {where}", attached, device, where)
     largest = 2 * 2**20  # for the exit of a process that has locked next to nothing
     for gib in SIZES:
-        nbytes = gib * common.GIB // (SIMULATED_SHARE if common.is_simulated(device) else 1)
-        name = f"{gib} GiB" + (f" / {SIMULATED_SHARE}" if common.is_simulated(device) else "")
+        nbytes = gib * common.GIB // (SMALL_SHARE if common.is_small(device) else 1)
+        name = f"{gib} GiB" + (f" / {SMALL_SHARE}" if common.is_small(device) else "")
         # Twice: the model whose exit is timed lies there before its masters do.
         why = common.does_not_fit(device, 2.1 * nbytes, 0)
         if not why and common.left_s() < gib:
@@ -45,7 +45,7 @@ def attached(device: str, where: str) -> Iterator[dict[str, Any]]:
 
     import oracle_offload
 
-    nbytes = ATTACHED_GIB * common.GIB // (SIMULATED_SHARE if common.is_simulated(device) else 1)
+    nbytes = ATTACHED_GIB * common.GIB // (SMALL_SHARE if common.is_small(device) else 1)
     name = f"attach, {nbytes / common.GIB:.3g} GiB on the {where}"
     why = common.does_not_fit(device, 2.1 * nbytes, 1.1 * nbytes)
     if why:

@@ -26,11 +26,11 @@ def at_the_cap(device: str) -> dict[str, Any]:
 
     import oracle_offload
 
-    simulated = common.is_simulated(device)
-    steps = 6 if simulated else 200
+    simulated, small = common.is_simulated(device), common.is_small(device)
+    steps = 6 if small else 200
     shape = (
         training.flux_shape(device, 1024)
-        if simulated
+        if small
         else training.flux(1024, 128, (4, 8), (1024, 256), 768)
     )
     runner = training.Training(training.build(shape, "cpu"), shape, device)
@@ -96,7 +96,7 @@ def many_steps(device: str) -> dict[str, Any]:
     import oracle_offload
 
     simulated = common.is_simulated(device)
-    steps, width = (100, 64) if simulated else (1000, 1024)
+    steps, width = (100, 64) if common.is_small(device) else (1000, 1024)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8)))
     model.requires_grad_(False)

@@ -26,7 +26,7 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
     if os.environ.get("GPU_CHECK_HOST_GIB"):
         yield {"name": "host memory", "skipped": "GPU_CHECK_HOST_GIB says it"}
         return
-    shrink = 1024 if common.is_simulated(device) else 1
+    shrink = 1024 if common.is_small(device) else 1
     before = meminfo()
     yield {"name": "before", **before}
     touched: list[mmap.mmap] = []

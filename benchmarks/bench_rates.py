@@ -43,7 +43,7 @@ def matmul(device: str) -> Iterator[dict[str, Any]]:
     """Yield the rate over the layers of a block, in bfloat16 on random data."""
     import torch
 
-    shrink = 64 if common.is_simulated(device) else 1
+    shrink = 64 if common.is_small(device) else 1
     tokens, width = TOKENS // shrink, WIDTH // shrink
     x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
     total_s, flops = 0.0, 0.0
@@ -61,7 +61,7 @@ def traffic(device: str) -> Iterator[dict[str, Any]]:
     """Yield the bytes that an elementwise operator reads and writes in a second."""
     import torch
 
-    count = 2**20 if common.is_simulated(device) else 2**28
+    count = 2**20 if common.is_small(device) else 2**28
     one, other = (torch.randn(count, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(one)
     took_s = seconds(device, lambda: torch.add(one, other, out=out), 10)
@@ -86,7 +86,8 @@ def launches(device: str) -> Iterator[dict[str, Any]]:
     if common.is_simulated(device):
         yield {"name": "launches", "launch_s": 0.0}
         return
-    square = torch.randn(16384, 16384, device=device, dtype=torch.bfloat16)
+    width = 256 if common.is_small(device) else 16384
+    square = torch.randn(width, width, device=device, dtype=torch.bfloat16)
     least = float("inf")
     for _ in range(3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

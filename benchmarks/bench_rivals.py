@@ -36,7 +36,7 @@ MORE_RUNS = (
 NEEDED = {"aitoolkit": "ai-toolkit", "musubi": "musubi-tuner", "ramtorch": "ramtorch"}
 LIMIT_S = 75.0  # of one contender, a second try included
 LEAST_S = 25.0  # what building, attaching and a few steps take at least
-SIMULATED = ("ours", "resident")  # the others need a card
+AT_HOME = ("ours", "resident")  # the others need a card
 SMALL = ("--blocks", "6", "--width", "128", "--tokens", "48")
 
 
@@ -48,16 +48,16 @@ def benchmarks(
 ) -> Iterator[dict[str, Any]]:
     """Run the contenders one after the other; none can cost another its row."""
     versions = collected(rivals)
-    simulated = common.is_simulated(device)
-    for cap_gib, tokens, who in runs[:0] if simulated else runs:
+    small = common.is_small(device)
+    for cap_gib, tokens, who in runs[:0] if small else runs:
         row = {"name": f"{who}, {cap_gib:.0f} GiB, {tokens} tokens", "contender": who}
         command = [sys.executable, str(worker), who, "--device", device, "--rivals", str(rivals)]
         command += ["--cap-gib", str(cap_gib), "--tokens", str(tokens)]
         yield {**row, **version_of(who, versions), **result(who, command, versions)}
-    for who in dict.fromkeys(who for _, _, who in runs) if simulated else ():
+    for who in dict.fromkeys(who for _, _, who in runs) if small else ():
         row = {"name": f"{who}, small", "contender": who}
         command = [sys.executable, str(worker), who, "--device", device, *SMALL]
-        if who not in SIMULATED:
+        if who not in AT_HOME:
             yield {**row, "skipped": f"not run: {missing(who, versions) or 'on a GPU alone'}"}
         else:
             yield {**row, **result(who, command, versions)}

@@ -89,6 +89,14 @@ def is_simulated(device: str) -> bool:
     return device == "cpu"
 
 
+def is_small(device: str) -> bool:
+    """Whether sizes are small: the host's processors compute, of the simulated device or of a card.
+
+    Of a card where ``GPU_CHECK_SIZES`` is "small": PyTorch's CUDA build runs without a GPU there.
+    """
+    return is_simulated(device) or os.environ.get("GPU_CHECK_SIZES") == "small"
+
+
 def driver_path(device: str) -> str | None:
     """Return the driver library of `device`, None for the system's."""
     if is_simulated(device):

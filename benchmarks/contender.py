@@ -356,12 +356,15 @@ def beside_weights(work: Work) -> int:
 
 def cap(arguments: argparse.Namespace, work: Work) -> dict[str, Any]:
     """Find the room that the cap leaves for weights."""
+    half = len(work.blocks) * work.block_bytes // 2
     if common.is_simulated(arguments.device):
-        work.room_bytes = len(work.blocks) * work.block_bytes // 2
+        work.room_bytes = half
         return {}
     beside = beside_weights(work)
     cap_bytes = int(arguments.cap_gib * common.GIB)
     work.room_bytes = int((1 - MARGIN) * cap_bytes - beside - arguments.less_gib * common.GIB)
+    if common.is_small(arguments.device):  # all would fit below the cap
+        work.room_bytes = half
     if work.room_bytes < 3 * work.block_bytes:
         raise ValueError(f"{cap_bytes} bytes leave {work.room_bytes} for weights")
     return {"cap_bytes": cap_bytes, "beside_weights_bytes": beside}

@@ -108,15 +108,15 @@ def unet(channels: tuple[int, ...], layers: int, side: int, text: int) -> Shape:
 
 
 def flux_shape(device: str, width: int) -> Shape:
-    """Return Flux at its real depth; shallow and narrow on the simulated device."""
-    if common.is_simulated(device):
+    """Return Flux at its real depth; shallow and narrow where sizes are small."""
+    if common.is_small(device):
         return flux(width // 16, 32, (1, 1), (16, 8), 32)
     return flux(width, 128, (19, 38), (4096, 512), 768)
 
 
 def unet_shape(device: str) -> Shape:
-    """Return the UNet of Stable Diffusion 1.5; a small one on the simulated device."""
-    if common.is_simulated(device):
+    """Return the UNet of Stable Diffusion 1.5; a small one where sizes are small."""
+    if common.is_small(device):
         return unet((16, 32), 1, 8, 16)
     return unet((320, 640, 1280, 1280), 2, 64, 768)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import common
 import cuda_check
 import pytest
 from cuda_check import Part
@@ -50,3 +51,21 @@ def test_every_test_file_that_a_part_names_is_there() -> None:
     assert not [path for path in paths if not (cuda_check.ROOT / path).exists()]
     names = [part.name for part in (*cuda_check.PARTS, *cuda_check.CORE)]
     assert len(names) == len(set(names))
+
+
+def test_what_a_card_measures_is_small_where_processors_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a card's sizes the products of matrices alone took longer than their part's limit."""
+    pytest.importorskip("torch")
+    import training
+
+    monkeypatch.delenv("GPU_CHECK_SIZES", raising=False)
+    assert not common.is_small("cuda")
+    assert training.flux_shape("cuda", 3072).sizes["width"] == 3072
+    parts = [p for p in (*cuda_check.PARTS, *cuda_check.CORE) if "tools/gpu_check.py" in p.command]
+    assert len(parts) == 2
+    for part in parts:
+        monkeypatch.setenv("GPU_CHECK_SIZES", dict(part.environment)["GPU_CHECK_SIZES"])
+        assert common.is_small("cuda") and not common.is_simulated("cuda")
+        assert training.flux_shape("cuda", 3072).sizes == training.flux_shape("cpu", 3072).sizes
