@@ -3,6 +3,7 @@
     python tools/cuda_mutants.py           # every wait; exit 3 for an unseen one not listed
     python tools/cuda_mutants.py --list
     python tools/cuda_mutants.py --only uses.c:20
+    python tools/cuda_mutants.py --resume  # without those tried since a source last changed
 
 A wait is a call that tools/mutants.py would delete and whose name says that something is waited
 for. Each goes into an extension module of the package, by which tests/cuda/mutant_training.py
@@ -10,17 +11,22 @@ trains: on torch's own streams, with torch's own allocator, the engine taking th
 one. So what is seen here is seen without the engine's declarations to the simulator. The waits
 which that training does not need are listed in tests/cuda/unseen_waits.txt: tools/mutate.py tries
 those on the C programs. A list that names one that is seen is an error as well.
+
+A training that does not end counts as seen: after ten times what the unchanged engine takes, and
+two minutes at least, so that a busy machine is no mutant's doing.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +42,8 @@ WAIT = re.compile(
     r"delete (cuStreamWaitEvent|cuStreamSynchronize|cuEventSynchronize|oo__synchronize|"
     r"oo__\w*await\w*|oo__order_after_\w+|oo__slot_wait|oo__feed_stop)"
 )
-LIMIT_S = 120.0
+LIMIT_S, TIMES = 120.0, 10
+TRIED = ROOT / "out" / "cuda-mutants.json"  # what was seen of each, and of which sources
 
 
 def waits() -> list[Mutant]:
@@ -62,6 +69,21 @@ class Trial:
         made = self.build.engine(str(folder / "fatbin.c"))
         self.objects = dict(zip((*self.sources, "fatbin.c"), made, strict=True))
         self.bindings = self.build.objects(c_build.sources("binding"))
+        self.limit_s = 3600.0
+
+    def begin(self) -> None:
+        """Train with the engine as it is, and learn how long a training may take.
+
+        Raises
+        ------
+        SystemExit
+            It fails.
+        """
+        begun = time.monotonic()
+        said = self.of(None)
+        if said:
+            raise SystemExit(f"the training fails without any mutation: {said}")
+        self.limit_s = max(LIMIT_S, TIMES * (time.monotonic() - begun))
 
     def of(self, mutant: Mutant | None) -> str:
         """Return what the training said of a mutant (None: of the engine as it is); "" if nothing.
@@ -86,10 +108,10 @@ class Trial:
                     (package / path.name).symlink_to(path)
             objects = [*{**self.objects, **changed}.values(), *self.bindings]
             self.build.link(package / "_core.abi3.so", objects, ["-shared"])
-            return train(folder)
+            return train(folder, self.limit_s)
 
 
-def train(folder: Path) -> str:
+def train(folder: Path, limit_s: float) -> str:
     """Train with the package in a folder; what told that something is wrong."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     try:
@@ -98,7 +120,7 @@ def train(folder: Path) -> str:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=limit_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -109,11 +131,30 @@ def train(folder: Path) -> str:
     return said[-1] if said else f"ended with {done.returncode}"
 
 
+def digest() -> str:
+    """Return what all depends on that is tried: other sources, other answers."""
+    found = hashlib.sha256()
+    for room in ("csrc", "oracle_offload", "tests/cuda"):
+        for path in sorted((ROOT / room).rglob("*.*")):
+            if path.suffix in (".c", ".h", ".cpp", ".py") and not path.match("test_*"):
+                found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def tried(sources: str) -> dict[str, str]:
+    """Return what was seen of each wait, by its place, when the sources were these."""
+    if not TRIED.is_file():
+        return {}
+    known = json.loads(TRIED.read_text(encoding="utf-8"))
+    return dict(known["seen"]) if known["sources"] == sources else {}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Try the waits; 3 where what is seen is not what the list says."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--list", action="store_true", help="print the waits")
     parser.add_argument("--only", action="append", default=[], help="file.c:line, or a part of it")
+    parser.add_argument("--resume", action="store_true", help="leave out what has been tried")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     args = parser.parse_args(argv)
     chosen = [m for m in waits() if not args.only or any(o in m.name for o in args.only)]
@@ -125,17 +166,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit("\n".join([f"{UNSEEN.name} lists what is no wait:", *gone]))
     cuda_check.continue_in_environment()
     wrong, seen, compiled, allowed = [], 0, 0, listed()
+    sources = digest()
+    known = tried(sources) if args.resume else {}
+    TRIED.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         trial = Trial(Path(name))
-        said = trial.of(None)
-        if said:
-            raise SystemExit(f"the training fails without any mutation: {said}")
+        trial.begin()
         for mutant in chosen:
+            place = f"{mutant.file}:{mutant.begin}"
             try:
-                said = trial.of(mutant)
+                said = known[place] if place in known else trial.of(mutant)
             except BuildError:
                 print(f"{mutant.name}: does not compile", flush=True)
                 continue
+            known[place] = said
+            TRIED.write_text(json.dumps({"sources": sources, "seen": known}), encoding="utf-8")
             compiled += 1
             seen += bool(said)
             print(f"{mutant.name}: {said or 'not seen'}", flush=True)

@@ -263,7 +263,9 @@ class Cuda(Device):
             )
         index = torch.cuda.current_device() if device.index is None else device.index
         if index >= torch.cuda.device_count():
-            raise OffloadError(f"device='cuda:{index}', but there are {torch.cuda.device_count()}")
+            raise OffloadError(
+                f"device='cuda:{index}', but torch sees {torch.cuda.device_count()} CUDA device(s)"
+            )
         return torch.device("cuda", index)
 
     def open_engine(self) -> _core.Engine:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from own_process import in_a_process
+
+import oracle_offload
+from oracle_offload import OffloadError
+from oracle_offload.train import (
+    PressureMonitor,
+    find_batch_size,
+    get_detailed_memory_info,
+    set_memory_fraction,
+)
 
 
 def test_two_cards_take_part_in_one_graph():
@@ -71,3 +82,20 @@ def test_memory_is_counted_for_each():
         CUDA_SIM_DEVICES="2",
     )
     assert said.split() == ["0", "1"]
+
+
+@pytest.mark.parametrize("named", ["cuda:9", 9], ids=str)
+def test_a_card_that_is_not_there_is_refused_and_nothing_is_known_of_it(named):
+    """torch itself ends some of these calls with an internal assertion, or with a sticky error."""
+    model = torch.nn.Linear(8, 8)
+    for refused in (
+        lambda: oracle_offload.attach(model, named),
+        lambda: find_batch_size(pytest.fail, model, device=named),
+    ):
+        with pytest.raises(OffloadError, match=r"device='cuda:9', but torch sees 1 CUDA device"):
+            refused()
+    with pytest.raises(OffloadError, match=r"only torch's allocator of a CUDA card does, .* are 1"):
+        set_memory_fraction(0.5, named)
+    assert get_detailed_memory_info(named)["free_bytes"] is None
+    assert PressureMonitor(device=named).device.used_bytes is None
+    assert torch.ones(3, device="cuda").sum().item() == 3

@@ -271,6 +271,7 @@ def card_of_older_torch(monkeypatch):
     caps = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction", raising=False)
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda *cap: caps.append(cap)
@@ -283,6 +284,14 @@ def test_the_card_that_is_meant_has_a_number(card_of_older_torch):
     assert memory.card() == memory.card("cuda") == torch.device("cuda", 1)
     assert memory.card("cuda:0") == torch.device("cuda", 0)
     assert memory.card("cpu") is None
+
+
+def test_nothing_is_known_of_a_card_that_is_not_there(card_of_older_torch):
+    assert memory.card("cuda:2") is None
+    assert memory.device_free_and_total("cuda:2") == (None, None)
+    assert get_detailed_memory_info("cuda:2")["free_bytes"] is None
+    with pytest.raises(OffloadError, match=r"'cuda:2' has no cap .* card does, and there are 2"):
+        set_memory_fraction(0.5, "cuda:2")
 
 
 def test_a_cap_that_torch_does_not_tell_is_known_and_taken_off_after_an_error(card_of_older_torch):

@@ -37,7 +37,7 @@ def test_a_gpu_has_a_number_and_without_one_it_is_the_current(two_gpus, named, i
 @pytest.mark.parametrize("named", ["cuda:2", 2, 7], ids=str)
 def test_a_gpu_that_is_not_there_is_refused_with_their_number(two_gpus, named):
     index = str(named).rpartition(":")[2]
-    with pytest.raises(OffloadError, match=f"device='cuda:{index}', but there are 2"):
+    with pytest.raises(OffloadError, match=f"'cuda:{index}', but torch sees 2 CUDA device"):
         parse_device(named)
 
 

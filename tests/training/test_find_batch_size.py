@@ -14,7 +14,7 @@ from equality import assert_same, attached
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oracle_offload import NoRoomError
+from oracle_offload import NoRoomError, OffloadError
 from oracle_offload.host import remembered
 from oracle_offload.train import find_batch_size
 from oracle_offload.train.survive import batch_size, known_sizes
@@ -350,6 +350,7 @@ def stand_in_card(monkeypatch, share, waits):
         "memory_reserved": lambda card: 0,
         "memory_allocated": lambda card: 0,
         "current_device": lambda: 0,
+        "device_count": lambda: 1,
         "synchronize": waits.append,
         "get_per_process_memory_fraction": lambda card: share[0],
         "set_per_process_memory_fraction": lambda value, card: share.__setitem__(0, value),
@@ -369,6 +370,14 @@ def test_a_card_needs_no_maximum_and_is_waited_for_in_each_attempt(monkeypatch):
     result = find_batch_size(step, nn.Linear(1, 1), device="cuda", remember=False)
     assert int(result) == 5 and result.too_large == 6
     assert waits == [torch.device("cuda", 0)] * sum(fits for _, fits in result.attempts)
+
+
+def test_a_card_that_is_not_there_is_refused_before_an_attempt(monkeypatch):
+    with pytest.raises(OffloadError, match="'cuda:7', but torch sees "):
+        find_batch_size(pytest.fail, nn.Linear(1, 1), device="cuda:7", maximum=1, remember=False)
+    stand_in_card(monkeypatch, [1.0], [])
+    with pytest.raises(OffloadError, match=r"'cuda:7', but torch sees 1 CUDA device\(s\)"):
+        find_batch_size(pytest.fail, nn.Linear(1, 1), device="cuda:7", remember=False)
 
 
 def test_what_does_not_even_fit_at_the_floor_is_refused_and_untouched():

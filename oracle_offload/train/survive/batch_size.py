@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...engine.devices import Cuda
 from ...errors import no_room_error
 from ...host.memory import available_bytes
 from ...host.sizes import format_size
@@ -119,6 +120,8 @@ def find_batch_size(
     ------
     ValueError
         An argument that makes no sense.
+    OffloadError
+        `device` is a card that is not there.
     NoRoomError
         Not even `minimum` fits; torch's out of memory as well.
     Exception
@@ -268,7 +271,8 @@ def _without_steps(optimizers: list[Any]) -> Any:
 
 def _device_of(model: nn.Module, device: Any) -> torch.device:
     if device is not None:
-        return card(device) or torch.device(device)
+        named = card(device) or torch.device(device)
+        return Cuda.find(named) if named.type == "cuda" else named
     manager = model.__dict__.get(ATTRIBUTE)
     if manager is not None:
         return torch.device(manager.device)

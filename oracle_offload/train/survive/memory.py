@@ -39,7 +39,8 @@ def card(device: Any = None) -> torch.device | None:
         ) from error
     if named.type != "cuda" or not torch.cuda.is_available():
         return None
-    return torch.device("cuda", torch.cuda.current_device() if named.index is None else named.index)
+    index = torch.cuda.current_device() if named.index is None else named.index
+    return torch.device("cuda", index) if index < torch.cuda.device_count() else None
 
 
 def device_free_and_total(device: Any = None) -> tuple[int | None, int | None]:
@@ -144,7 +145,8 @@ def set_memory_fraction(fraction: float, device: Any = None) -> float:
     if found is None:
         raise OffloadError(
             f"device={str(device or 'cuda')!r} has no cap on its memory: only torch's allocator "
-            "of a CUDA card does; on the host use a control group (systemd-run -p MemoryMax=)"
+            f"of a CUDA card does, and there are {torch.cuda.device_count()}; on the host use a "
+            "control group (systemd-run -p MemoryMax=)"
         )
     before = fraction_of(found)
     _caps[found] = float(fraction)
