@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import common
@@ -41,6 +43,49 @@ def test_what_fails_runs_again_and_is_forgotten_as_passed(runs: Path) -> None:
 
 def test_a_run_of_tests_that_leaves_no_report_counts_as_one_failure(tmp_path: Path) -> None:
     assert cuda_check.counted(tmp_path / "none.xml")["failed"] == 1
+
+
+def test_tests_that_were_all_skipped_have_not_passed(runs: Path) -> None:
+    """As they are where torch sees no card."""
+    report = '<testsuite><testcase name="one"><skipped/></testcase></testsuite>'
+    script = f"import sys; open(sys.argv[1].split('=')[1], 'w').write({report!r})"
+    passed, counts, _ = cuda_check.run(Part("one part", ("-c", script, "--junitxml={junit}")))
+    assert not passed and counts == {"passed": 0, "failed": 0, "skipped": 1}
+    assert not list((runs.parent / "out").glob("*.passed.json"))
+
+
+def test_a_limit_is_longer_by_the_patience_that_is_asked_for(runs: Path) -> None:
+    sleeping = Part("one part", ("-c", "import time; time.sleep(3600)"), limit_s=0.01)
+    assert cuda_check.run(sleeping, patience=10)[1] == {"passed": 0, "failed": 1}
+    assert "ended after 0 s" in (runs.parent / "out" / "one-part.log").read_text()
+    assert cuda_check.run(Part("one part", ("-c", ""), limit_s=0.1), patience=3000)[0]
+
+
+def test_without_the_simulated_driver_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_SIM", "0")
+    with pytest.raises(SystemExit, match="CUDA_SIM=0 leaves out the driver"):
+        cuda_check.main(["demo"])
+
+
+@pytest.mark.parametrize(("asked", "ends"), [("1", 2), ("0", 0)])
+def test_ci_fails_with_this_unless_the_machine_is_said_to_have_no_room(
+    asked: str, ends: int, tmp_path: Path
+) -> None:
+    """Where `make` does all but this."""
+    called = tmp_path / "called"
+    make = tmp_path / "make"
+    make.write_text(f'#!/bin/sh\necho "$1" >> {called}\n[ "$1" != cuda-core ] || exit 2\n')
+    make.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(cuda_check.ROOT / ".ci" / "run")],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        | {"ORACLE_OFFLOAD_CI_CUDA": asked},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == ends
+    assert ("cuda-core" in called.read_text().split()) is (asked == "1")
+    assert "test-all" in called.read_text().split()
 
 
 def test_every_test_file_that_a_part_names_is_there() -> None:
