@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
 
 import common
 import cuda_check
+import cuda_mutants
 import pytest
 from cuda_check import Part
 
@@ -114,3 +116,19 @@ def test_what_a_card_measures_is_small_where_processors_compute(
         monkeypatch.setenv("GPU_CHECK_SIZES", dict(part.environment)["GPU_CHECK_SIZES"])
         assert common.is_small("cuda") and not common.is_simulated("cuda")
         assert training.flux_shape("cuda", 3072).sizes == training.flux_shape("cpu", 3072).sizes
+
+
+def test_the_list_of_unseen_waits_names_waits_and_not_all_of_them() -> None:
+    waits = {mutant.key for mutant in cuda_mutants.waits()}
+    assert cuda_mutants.listed() < waits
+
+
+def test_what_was_tried_of_a_wait_counts_while_no_source_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_mutants, "TRIED", tmp_path / "tried.json")
+    sources = cuda_mutants.digest()
+    assert cuda_mutants.tried(sources) == {}
+    cuda_mutants.TRIED.write_text(json.dumps({"sources": sources, "seen": {"uses.c:7": "race"}}))
+    assert cuda_mutants.tried(cuda_mutants.digest()) == {"uses.c:7": "race"}
+    assert cuda_mutants.tried("of others") == {}
