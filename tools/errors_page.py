@@ -271,6 +271,11 @@ NOTES: dict[str, dict[str, str]] = {
             "Attach the model first, then make the optimizer; or nothing of the model is managed, "
             "and the optimizer steps on the device as it is."
         ),
+        "is none of 'device', 'host', 'auto'": "`step` says where managed Parameters are stepped.",
+        "with during_backward=True Parameters are stepped": (
+            "In backward a Parameter is stepped on the device, and its gradient never leaves it. A "
+            "step on the host needs gradients there."
+        ),
         "trains models on several devices": "Make one optimizer for the model on each device.",
         "somebody has put another step into this object": (
             "A wrapper (a library's, or yours) has replaced `optimizer.step`: call "

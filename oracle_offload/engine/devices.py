@@ -127,6 +127,12 @@ class Device(abc.ABC):
         """Return the host's clock, in seconds since no matter when."""
         return time.perf_counter()
 
+    def seconds_of(self, work: Callable[[], object]) -> float:
+        """Return the seconds that the device takes for what `work` queues."""
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
     @property
     def model(self) -> simulator.Device | None:
         """The device as a simulation takes it; None where its link is unknown."""
@@ -330,20 +336,26 @@ class Cuda(Device):
         """Return the most that torch has allocated there, `begin_peak` or not."""
         return max(self.counted().peak_bytes, self._peaks.get(self.device, 0))
 
+    def seconds_of(self, work: Callable[[], object]) -> float:
+        """Return the seconds between an event before what `work` queues and one behind it."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(self.device):
+            begin.record()
+            work()
+            end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
     @property
     def model(self) -> simulator.Device | None:
         """A card with the link of this one: the fastest of a few copies tells its rate."""
         host = torch.empty(_TIMED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         there = torch.empty(_TIMED_BYTES, dtype=torch.uint8, device=self.device)
-        fastest_s = float("inf")
-        for _ in range(_TIMED_COPIES):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            with torch.cuda.device(self.device):
-                begin.record()
-                there.copy_(host, non_blocking=True)
-                end.record()
-            end.synchronize()
-            fastest_s = min(fastest_s, begin.elapsed_time(end) / 1e3)
+        copies = [
+            self.seconds_of(lambda: there.copy_(host, non_blocking=True))
+            for _ in range(_TIMED_COPIES)
+        ]
+        fastest_s = min(copies)
         return replace(simulator.preset("rtx4090"), link_gbps=_TIMED_BYTES / fastest_s / 1e9)
 
     def is_idle(self, stream: int) -> bool:

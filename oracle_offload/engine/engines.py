@@ -157,6 +157,8 @@ class DeviceState:
         # By the `id` of a master, what alone rewrites it: see `cover`.
         self.streamed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._n_streamed = 0
+        # How each optimizer that `stream_optimizer` was given steps, in words.
+        self.optimizers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.rests = False  # whether a step comes after the last backward is not known yet
         self.turned = False  # a managed backward has run since the last forward began
         self.shares: list[Shared] = []  # of models whose masters ranks have together

@@ -172,7 +172,8 @@ class DeviceUsage:
     `lock_refusals` counts how often the driver gave no page-locked memory. `left_bytes` of
     activations have left for the host, and `returned_bytes` of them came back. `brought_bytes` came
     to be added to, or stepped: sums of gradients, and what `stream_optimizer` brings. What of those
-    goes home is in ``d2h_bytes``, beside the gradients.
+    goes home is in ``d2h_bytes``, beside the gradients. `optimizers` says of those that
+    `stream_optimizer` was given, by their classes, where they step.
     """
 
     device: str
@@ -199,6 +200,7 @@ class DeviceUsage:
     returned_copies: int = 0
     brought_bytes: int = 0
     brought_copies: int = 0
+    optimizers: list[tuple[str, str]] = field(default_factory=list)
     models: list[ModelUsage] = field(default_factory=list)
     phases: list[PhaseUsage] = field(default_factory=list)
     verdict: Verdict | None = None
@@ -464,6 +466,7 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
         returned_copies=stats["returned_copies"],
         brought_bytes=stats["brought_bytes"],
         brought_copies=stats["brought_copies"],
+        optimizers=[(type(one).__name__, how) for one, how in list(state.optimizers.items())],
         models=[_model_usage(state, attachment, waits) for attachment in attachments],
         phases=[
             _phase_usage(name, grown, _stalled(waited[name], layers))
@@ -642,6 +645,7 @@ def _device_rows(device: DeviceUsage, abbreviated: bool) -> list[tuple[str, str]
     if device.brought_copies:
         brought = _traffic(device.brought_bytes, device.brought_copies, None)
         rows.append(("gradients and states brought", brought))
+    rows += [(f"{name} steps", how) for name, how in device.optimizers]
     if not abbreviated:
         rows += [
             (

@@ -148,7 +148,7 @@ def streamed(kind: Any) -> Any:
     return type(kind.__name__, (kind,), members)
 
 
-def _own_step(kind: Any) -> Callable[..., Any]:
+def own_step(kind: Any) -> Callable[..., Any]:
     """Return what a class of optimizers runs as a step, without the hooks around it."""
     step = kind.step
     return cast("Callable[..., Any]", step.__wrapped__ if getattr(step, "hooked", False) else step)
@@ -304,9 +304,9 @@ def _trial(
     for group, parameters in zip(options, own, strict=True):
         group["params"] = parameters
     states: Any = defaultdict(dict)
-    part = _own_part_of(optimizer, kind, options, states)
+    part = own_part_of(optimizer, kind, options, states)
     keeps = _Keeps(optimizer, part)
-    step = _own_step(kind)
+    step = own_step(kind)
     flat = [parameter for group in own for parameter in group]
     for of_step in gradients:
         of_all = [gradient for group in of_step for gradient in group]
@@ -314,7 +314,7 @@ def _trial(
             for n, parameter in enumerate(flat):
                 parameter.grad = of_all[n].clone() if n in now else None
             if not together:  # each batch of a step has another part
-                part = _own_part_of(optimizer, kind, options, states)
+                part = own_part_of(optimizer, kind, options, states)
             step(part)
             if together:
                 keeps.refuse_a_change(part)
@@ -335,7 +335,7 @@ def _refuse_written_options(kind: Any, before: Any, now: Any) -> None:
                 )
 
 
-def _own_part_of(optimizer: Any, kind: Any, groups: list[dict[str, Any]], state: Any) -> Any:
+def own_part_of(optimizer: Any, kind: Any, groups: list[dict[str, Any]], state: Any) -> Any:
     """Return a part whose step leaves no trace in what `optimizer` keeps in its attributes."""
     part = _part_of(optimizer, kind, groups, state)
     shared = {id(p): p for group in optimizer.param_groups for p in group["params"]}
@@ -556,7 +556,7 @@ class Stepper:
         self._homes = homes()
         state = state_of(optimizer, self._homes)
         if state is None:  # the model was detached: it is as if nothing had been streamed
-            _own_step(kind)(optimizer)
+            own_step(kind)(optimizer)
             return
         if state is not self.state:  # it was attached again
             if state.device != self.state.device:
@@ -808,10 +808,10 @@ class Stepper:
         groups = _groups_with(optimizer, stands_for, self._nothing)
         batch.is_spent = True
         batch.is_brought = False  # what is brought may be stepped from here on, or half of it
-        _own_step(kind)(_part_of(optimizer, kind, groups, states))
+        own_step(kind)(_part_of(optimizer, kind, groups, states))
         if state.simulated:
             moved = sum(3 * tensor_bytes(there) for _, there, _ in brought)
-            moved += sum(2 * tensor_bytes(v) for s in states.values() for v in _tensors_of(s))
+            moved += sum(2 * tensor_bytes(v) for s in states.values() for v in tensors_of(s))
             dtype = brought[0][1].dtype
             state.time.pending_kernel_s += state.time.kernel_seconds(0.0, moved, dtype)
             state.time.flush(stream)
@@ -939,9 +939,10 @@ def bytes_of(optimizer: Any, parameter: Tensor) -> int:
     )
 
 
-def _tensors_of(values: Any) -> Iterable[Tensor]:
+def tensors_of(values: Any) -> Iterable[Tensor]:
+    """Yield the tensors of a state, those in its dicts and lists too."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, dict | list | tuple):
-            yield from _tensors_of(value)
+            yield from tensors_of(value)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import types
 from typing import Any
 
 from torch.optim import Optimizer
 
+from ..engine.engines import DeviceState
 from ..errors import OffloadError
 from .in_backward import InBackward
-from .stepping import STEPPER, Stepper, homes, state_of, streamed, try_steps
+from .step_seconds import predict
+from .stepping import STEPPER, Home, Stepper, homes, state_of, streamed, try_steps
+
+logger = logging.getLogger("oracle_offload")
 
 
-def stream_optimizer(optimizer: Any, *, during_backward: bool = False) -> Any:
+def stream_optimizer(optimizer: Any, *, step: str = "device", during_backward: bool = False) -> Any:
     """Let an optimizer step managed weights on the device, with its states on the host.
 
     ``optimizer.step()`` then brings Parameters, gradients and states to the device group by group
@@ -27,6 +32,12 @@ def stream_optimizer(optimizer: Any, *, during_backward: bool = False) -> Any:
     optimizer : torch.optim.Optimizer
         That trains Parameters of an attached model; others among its Parameters are stepped where
         they are.
+    step : {"device", "host", "auto"}, optional
+        Where managed Parameters are stepped. ``"host"`` leaves the optimizer as it is: torch steps
+        there, with the host's bits. ``"auto"`` takes what is predicted to be faster: it measures
+        small steps in both places, and counts what the link has to move at its measured rate. What
+        cannot be streamed is stepped on the host then. The log and `memory_summary` say which it
+        took, and why.
     during_backward : bool, optional
         Step each managed Parameter as soon as its gradient is complete: gradients never leave the
         device, ``.grad`` stays None, and ``step()`` steps the rest, once for each backward. What
@@ -40,6 +51,8 @@ def stream_optimizer(optimizer: Any, *, during_backward: bool = False) -> Any:
 
     Raises
     ------
+    ValueError
+        `step` is none of these, or is not ``"device"`` with ``during_backward=True``.
     OffloadError
         It trains no managed Parameter, or is of a class that steps otherwise when it gets its
         Parameters one by one (LBFGS, SAM, Prodigy, schedule-free), or that draws random numbers;
@@ -64,23 +77,54 @@ def stream_optimizer(optimizer: Any, *, during_backward: bool = False) -> Any:
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
-    at_home = homes()
+    if step not in ("device", "host", "auto"):
+        raise ValueError(f"step={step!r} is none of 'device', 'host', 'auto'")
+    if during_backward and step != "device":
+        raise ValueError(
+            f"step={step!r}: with during_backward=True Parameters are stepped on the device. Leave "
+            "one of the two out."
+        )
+    name, at_home = type(optimizer).__name__, homes()
     state = state_of(optimizer, at_home)
     if state is None:
         raise OffloadError(
-            f"{type(optimizer).__name__} trains no managed Parameter: attach the model first, and "
-            "give the optimizer its Parameters."
+            f"{name} trains no managed Parameter: attach the model first, and give the optimizer "
+            "its Parameters."
         )
     known = optimizer.__dict__.get(STEPPER)
     if known is not None:
-        if known.steps_in_backward != during_backward:
+        if known.steps_in_backward != during_backward or step == "host":
             raise OffloadError(
-                f"{type(optimizer).__name__} is streamed already, with during_backward="
-                f"{known.steps_in_backward}. Make a new optimizer, and load its states."
+                f"{name} is streamed already, with during_backward={known.steps_in_backward}, and "
+                "stays so. Make a new optimizer, and load its states."
             )
         return optimizer
-    _refuse_by_name(optimizer)
-    try_steps(optimizer, type(optimizer), state.device, at_home)
+    why_host = "as it was asked to" if step == "host" else ""
+    said = "in backward, on the device" if during_backward else "after backward, on the device"
+    if step != "host":
+        try:
+            _refuse_by_name(optimizer)
+            try_steps(optimizer, type(optimizer), state.device, at_home)
+        except OffloadError as error:
+            if step == "device":
+                raise
+            why_host = str(error)
+    if step == "auto" and not why_host:
+        seconds = predict(optimizer, type(optimizer), state, at_home)
+        said += f": {seconds}"
+        why_host = str(seconds) if seconds.host_s < seconds.device_s else ""
+    if why_host:
+        said = f"after backward, on the host: {why_host}"
+    else:
+        _stream(optimizer, state, at_home, during_backward)
+    logger.info("%s steps %s", name, said)
+    state.optimizers[optimizer] = said
+    return optimizer
+
+
+def _stream(
+    optimizer: Any, state: DeviceState, at_home: dict[int, Home], during_backward: bool
+) -> None:
     patched = optimizer.__dict__.pop("step", None)  # a scheduler's, which counts calls
     stepper = InBackward(state, optimizer) if during_backward else Stepper(state)
     stepper.begin_to_cover(optimizer, at_home)
@@ -89,7 +133,6 @@ def stream_optimizer(optimizer: Any, *, during_backward: bool = False) -> Any:
     optimizer.__class__ = streamed(kind)
     if patched is not None:
         optimizer.__dict__["step"] = types.MethodType(_counted_step, optimizer)
-    return optimizer
 
 
 def _counted_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:

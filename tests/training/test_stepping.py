@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import itertools
 import pickle
@@ -22,9 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import OffloadError
+from oracle_offload.engine import simulator
 from oracle_offload.model.witness import Witness
 from oracle_offload.train import stepping, stream_optimizer
 from oracle_offload.train.micro_batches.thread_state import Generators
+from oracle_offload.train.step_seconds import predict
 
 WEIGHTS = 3  # of `Tied`, without biases
 
@@ -1088,3 +1091,109 @@ def test_both_directions_of_the_link_work_at_once(sim):
         least = 12 * 3 * weight / 0.01e9
         last = 3 * weight / 0.01e9
         assert least + last <= after["now_s"] - before["now_s"] < 1.05 * (least + last)
+
+
+# ---- on the host, or where it is faster ----
+
+
+def test_on_the_host_it_steps_as_torch_does_there(device):
+    managed = Net()
+    with attached(managed, device) as manager:
+        optimizer = torch.optim.AdamW(managed.parameters(), lr=0.1)
+        before = vars(optimizer).keys()
+        assert stream_optimizer(optimizer, step="host") is optimizer
+        assert type(optimizer) is torch.optim.AdamW and vars(optimizer).keys() == before
+        own = [p for layer in manager.layers for p in layer.masters.present]
+        assert len(manager.layers) == 4 and all(p.is_cpu for p in own)
+        resident = [p.detach().clone().requires_grad_() for p in own]
+        on_host = torch.optim.AdamW(resident, lr=0.1)
+        for number in range(3):
+            backward(managed, number, device)
+            for p, q in zip(own, resident, strict=True):
+                q.grad = p.grad.clone()
+            for one in (optimizer, on_host):
+                one.step()
+            for p, q in zip(own, resident, strict=True):
+                assert_same(p.detach(), q.detach())
+                assert_same(optimizer.state[p]["exp_avg_sq"], on_host.state[q]["exp_avg_sq"])
+            optimizer.zero_grad()
+        assert manager.state.engine.stats()["brought_bytes"] == 0
+        ((name, how),) = oracle_offload.memory_summary(device).devices[0].optimizers
+        assert (name, how) == ("AdamW", "after backward, on the host: as it was asked to")
+        stream_optimizer(optimizer)  # and goes on there
+        backward(managed, 9, device)
+        optimizer.step()
+        assert manager.state.engine.stats()["brought_bytes"] > 0
+        with pytest.raises(OffloadError, match="streamed already"):
+            stream_optimizer(optimizer, step="host")
+
+
+LINKS = {"device": 1e9, "host": 1e-9}  # GB/s: the host is neither as fast nor as slow
+
+
+@pytest.mark.parametrize("where", LINKS)
+def test_auto_takes_what_is_faster_and_says_so(sim, caplog, where):
+    fast = dict(link_gbps=LINKS[where], memory_gbps=1e9, launch_s=0.0, copy_latency_s=0.0)
+    simulator.set_device(0, dataclasses.replace(simulator.get_device(0), **fast))
+    managed = Net()
+    caplog.set_level("INFO", logger="oracle_offload")
+    with attached(managed, "cpu") as manager:
+        optimizer = torch.optim.AdamW(managed.parameters())
+        given = copy.deepcopy(optimizer.state_dict())
+        drawn = torch.get_rng_state()
+        assert stream_optimizer(optimizer, step="auto") is optimizer
+        assert optimizer.state_dict() == given and torch.equal(torch.get_rng_state(), drawn)
+        assert (stepping.STEPPER in vars(optimizer)) is (where == "device")
+        if where == "device":
+            assert stream_optimizer(optimizer, step="auto") is optimizer
+        backward(managed, 0, "cpu")
+        optimizer.step()
+        assert bool(manager.state.engine.stats()["brought_bytes"]) is (where == "device")
+        report = oracle_offload.memory_summary("cpu")
+        ((_, how),) = report.devices[0].optimizers
+        assert how.startswith(f"after backward, on the {where}: ")
+        assert "s are predicted on the device" in how and "s on the host" in how
+        assert f"AdamW steps {how}" in caplog.text
+        assert "AdamW steps" in str(report) and "AdamW steps" in report.to_html()
+
+
+def test_what_a_step_is_predicted_to_take(sim):
+    """Bytes as a step then moves them, at the rate of the copies before it."""
+    sim.slow_link(0.01)
+    managed = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(16)))
+    weights = 16 * 4 * 128**2
+    with attached(managed, "cpu", offload_percent=0.5) as manager:
+        capacity = manager.attachment.arena.capacity_bytes
+        assert 0 < capacity < weights
+        optimizer = torch.optim.AdamW(managed.parameters())
+        for _ in range(2):
+            managed(torch.ones(2, 128)).sum().backward()
+            found = predict(optimizer, torch.optim.AdamW, manager.state, stepping.homes())
+            assert found.there_bytes == weights - capacity + 3 * weights
+            assert found.home_bytes == 3 * weights
+            assert found.there_bps == pytest.approx(0.01e9, rel=0.02)
+            assert found.device_s == found.there_bytes / found.there_bps
+            assert found.host_s > capacity / found.there_bps
+            managed.zero_grad()
+
+
+def test_auto_steps_on_the_host_what_cannot_be_streamed(sim):
+    managed = Net()
+    with attached(managed, "cpu"):
+        optimizer = torch.optim.LBFGS(managed.parameters())
+        assert stream_optimizer(optimizer, step="auto") is optimizer
+        assert type(optimizer) is torch.optim.LBFGS
+        ((name, how),) = oracle_offload.memory_summary("cpu").devices[0].optimizers
+        assert name == "LBFGS" and "on the host: LBFGS cannot be streamed" in how
+
+
+def test_places_that_there_are_not_are_refused(sim):
+    managed = Net()
+    with attached(managed, "cpu"):
+        optimizer = torch.optim.AdamW(managed.parameters())
+        with pytest.raises(ValueError, match="step='gpu' is none of 'device', 'host', 'auto'"):
+            stream_optimizer(optimizer, step="gpu")
+        for step in ("host", "auto"):
+            with pytest.raises(ValueError, match=f"step='{step}': with during_backward=True"):
+                stream_optimizer(optimizer, step=step, during_backward=True)
+        assert type(optimizer) is torch.optim.AdamW
