@@ -90,7 +90,7 @@ CLOCK = (
     _tests("tests", 150, "compress"),  # decoded by our own kernels
     _tests("tests", 150, "autocast", "writes", "gradients", "late_gradients", "step_scalars"),
     _tests("tests", 150, "models", "micro_batches", "exceptions", "activations_leave", "budget"),
-    _tests("tests", 150, "stepping", "in_backward"),
+    _tests("tests", 150, "stepping", "in_backward", "clipping"),
     _tests("tests", 150, "recording", "aitoolkit", "from_disk", "first_step_proof", "taken_anew"),
     *(Part("unet", 60), Part("calls", 25), Part("layers", 40), Part("rivals_more", 200)),
     *(Part("lock", 40), Part("memory", 50), Part("faults", 60)),

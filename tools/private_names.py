@@ -51,6 +51,10 @@ NOTES: dict[str, dict[str, Note]] = {
         "torch.nn.utils.clip_grad._clip_grads_with_norm_": Note(
             "Gradients of what was stepped in backward cannot be clipped: it is refused."
         ),
+        "torch.nn.utils.clip_grad._get_total_norm": Note(
+            "Norms of gradients that lie on the host are the device's: it is told them."
+        ),
+        "torch._foreach_norm": Note("The function by which torch takes norms of many gradients."),
         "torch._C._current_graph_task_id": Note(
             "A device thread of autograd has no other mark of the backward that it works for."
         ),

@@ -147,6 +147,10 @@ class DeviceState:
         # Of trips that the driver has failed to end: the ticket, and what keeps the memory.
         self.unended: list[tuple[int, object]] = []
         self.gradients_lock = Lock("gradients")  # protects those
+        # Which norms are wanted of gradients as they leave, and those that are known, by the `id`
+        # of the master: see `oracle_offload.layers.norms`.
+        self.wanted_norms: set[tuple[bool, Any]] = set()
+        self.norms: dict[int, Any] = {}
         # What stands for trained masters in graphs, by their `id`: see `gradients.landing`.
         self.landings: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         # By the `id` of a master, what steps it in backward: see `train.in_backward`.
@@ -325,6 +329,14 @@ class DeviceState:
                     self.rewritten[unit] = left
                 else:
                     del self.rewritten[unit]
+
+    def end_trip(self, ticket: int, held: object) -> None:
+        """End a trip. Where the driver fails, `held` stays: a copy may still use that memory."""
+        try:
+            self.engine.trip_end(ticket)
+        except OffloadError:
+            self.unended.append((ticket, held))
+            raise
 
     def break_off_steps(self) -> None:
         """Let go of copies that a backward was to step whose exception is still at hand."""

@@ -21,10 +21,11 @@ from torch.autograd import Function
 
 from .._core import ALIGNMENT, HostBuffer
 from ..engine import step_scalars
-from ..engine.engines import DeviceState
+from ..engine.engines import DeviceState, patch
 from ..engine.geometry import is_dense, tensor_bytes
 from ..engine.locked import LockedPool
 from ..errors import OffloadError
+from . import norms
 
 _HOST = torch.device("cpu")
 _AT_ONCE = 2**64 - 1
@@ -53,12 +54,15 @@ class _Piece:
 
 
 class _Flight:
-    """A gradient on its way to `host`, which is the sum so far unless `is_new`."""
+    """A gradient on its way to `host`, which is the sum so far unless `is_new`; and its norms."""
 
-    __slots__ = ("host", "is_new", "master", "ticket")
+    __slots__ = ("host", "is_new", "master", "norms", "ticket")
 
-    def __init__(self, master: Tensor, host: Tensor, ticket: int, is_new: bool) -> None:
+    def __init__(
+        self, master: Tensor, host: Tensor, ticket: int, is_new: bool, of: dict[Any, Tensor]
+    ) -> None:
         self.master, self.host, self.ticket, self.is_new = master, host, ticket, is_new
+        self.norms = of
 
 
 class _Coming:
@@ -99,7 +103,7 @@ class Late:
     def __init__(self, state: DeviceState) -> None:
         self._state = state
         while state.unended:
-            _end(state, *state.unended.pop())
+            state.end_trip(*state.unended.pop())
         self.is_watched = any(map(_is_watched, _landed_on(state)))
         self.keeps_graph: bool = torch._C._autograd._get_current_graph_task_keep_graph()
         self.is_scaled = step_scalars.is_scaled(_graph_task())
@@ -130,7 +134,7 @@ class Late:
         coming = self._coming.pop(id(master), None)
         if coming is None:
             return None
-        _end(self._state, coming.ticket, coming)
+        self._state.end_trip(coming.ticket, coming)
         is_same = coming.running is running and coming.version == running._version
         return coming.there if is_same else None
 
@@ -142,15 +146,17 @@ class Late:
         """Let `source` go to `host`; what of it is queued later on `stream` may be freed."""
         engine = self._state.engine
         nbytes = tensor_bytes(source)
+        of = norms.as_it_leaves(self._state, source, self.is_scaled)
+        self._state.time.flush(stream)
         ticket = engine.trip_home(host.data_ptr(), source.data_ptr(), nbytes, stream)
         before = self._flights.pop(id(master), None)
-        self._flights[id(master)] = _Flight(master, host, ticket, is_new)
+        self._flights[id(master)] = _Flight(master, host, ticket, is_new, of)
         self._leaving[ticket] = source, nbytes
         self._leaving_bytes += nbytes
         if before is not None:
             held, left = self._leaving.pop(before.ticket, (None, 0))
             self._leaving_bytes -= left
-            _end(self._state, before.ticket, held)
+            self._state.end_trip(before.ticket, held)
         while self._leaving_bytes > MOST_LEAVING and len(self._leaving) > 1:
             oldest, (_, left) = next(iter(self._leaving.items()))
             engine.trip_join(oldest, stream)
@@ -184,7 +190,7 @@ class Late:
             with contextlib.ExitStack() as ends:  # all of them, whichever fails
                 for flight in flights:
                     held = leaving.get(flight.ticket)
-                    ends.callback(_end, self._state, flight.ticket, held)
+                    ends.callback(self._state.end_trip, flight.ticket, held)
         for flight in flights:
             self._show(flight)
 
@@ -197,6 +203,8 @@ class Late:
                 master.grad = host
             elif flight.is_new:  # another has set it meanwhile
                 master.grad.add_(host)
+                flight.norms.clear()
+        norms.note(self._state, master, flight.norms)
 
     def __del__(self) -> None:
         flights = list(self._flights.values())
@@ -206,22 +214,13 @@ class Late:
                 engine.trip_await(flights[-1].ticket)
         for coming in self._coming.values():  # for gradients that did not
             with contextlib.suppress(Exception):
-                _end(self._state, coming.ticket, coming)
+                self._state.end_trip(coming.ticket, coming)
         for flight in flights:
             with contextlib.suppress(Exception):
-                _end(self._state, flight.ticket, self._leaving.get(flight.ticket))
+                self._state.end_trip(flight.ticket, self._leaving.get(flight.ticket))
         for stepper in self._steppers:
             with contextlib.suppress(Exception):
                 stepper.break_off()
-
-
-def _end(state: DeviceState, ticket: int, held: object) -> None:
-    """End a trip. Where the driver fails, `held` stays: a copy may still use that memory."""
-    try:
-        state.engine.trip_end(ticket)
-    except OffloadError:
-        state.unended.append((ticket, held))
-        raise
 
 
 class Gradients:
@@ -252,6 +251,7 @@ class Gradients:
         self._shared: _Piece | None = None
         # By the `id` of a master: that of the one whose gradient came next, the last time.
         self._following: dict[int, int] = {}
+        patch(norms.watch_norms)
 
     # ---- on their way ----
 
@@ -392,7 +392,7 @@ class Gradients:
                 running.size(), running.stride(), dtype=running.dtype, device=self.device
             )
             coming = state.engine.trip_back(flight.ticket, there.data_ptr(), stream)
-            _end(state, coming, there)
+            state.end_trip(coming, there)
         there.add_(gradient)
         if state.simulated:
             state.time.pending_kernel_s += state.time.kernel_seconds(0.0, 3 * nbytes, there.dtype)

@@ -27,6 +27,7 @@ from ..engine import optimizer_states, step_scalars
 from ..engine.engines import DeviceState, open_states, patch
 from ..engine.geometry import tensor_bytes
 from ..errors import OffloadError
+from ..layers.norms import rewrap
 from . import stepping
 from .stepping import Batch, Stepper, bytes_of, homes, refuse_sparse
 
@@ -301,26 +302,8 @@ class InBackward(Stepper):
 
 
 def watch_clipping() -> Callable[[], None]:
-    """Let torch's clipping functions refuse what is stepped in backward; return what undoes that.
-
-    Whoever has imported one has it under a name of its own. What each of them wraps is looked up
-    when it is called.
-    """
-    replaced: list[tuple[Any, Any, Any]] = []
-    for clip in _CLIPS:
-        cells = dict(zip(clip.__code__.co_freevars, clip.__closure__ or (), strict=False))
-        cell = cells.get("func")
-        if cell is not None:
-            own = cell.cell_contents
-            cell.cell_contents = refusing = _refusing(own)
-            replaced.append((cell, own, refusing))
-
-    def undo() -> None:
-        for cell, own, refusing in replaced:
-            if cell.cell_contents is refusing:
-                cell.cell_contents = own
-
-    return undo
+    """Let torch's clipping refuse what is stepped in backward; return what undoes that."""
+    return rewrap(_CLIPS, _refusing)
 
 
 def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:

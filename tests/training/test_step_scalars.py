@@ -236,6 +236,7 @@ def test_the_scaler_waits_for_what_comes_to_the_host(torchs_own):
 def functions_of_torch():
     """What is replaced while models are attached: methods, and what the clipping functions wrap."""
     clips = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grads_with_norm_
+    clips += (nn.utils.clip_grad._get_total_norm,)
     wrapped = [cell.cell_contents for clip in clips for cell in clip.__closure__]
     return [grad_scaler._MultiDeviceReplicator.get, grad_scaler.GradScaler.scale, *wrapped]
 

@@ -1,0 +1,206 @@
+"""Clipping of gradients that lie on the host: norms are the device's, summed as a resident's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from equality import assert_same, attached, gradients
+from test_stepping import Net, assert_alike, backward
+from torch import nn
+from torch.nn.utils import clip_grad
+
+from oracle_offload import DriverError
+from oracle_offload.engine import simulator
+from oracle_offload.layers import norms
+from oracle_offload.train import stream_optimizer
+
+MANAGED = 4 * (3 * 32**2 + 4 * 32)  # bytes of the weights and biases of `Net`'s layers
+KINDS = {"2": {}, "loop": {"foreach": False}, "inf": {"norm_type": float("inf")}, "1.5": {}}
+KINDS["1.5"] = {"norm_type": 1.5, "error_if_nonfinite": True}
+total_norm = clip_grad._get_total_norm
+
+
+def pair(device):
+    managed = Net()
+    return managed, copy.deepcopy(managed).to(device)
+
+
+def counted(manager, *names):
+    stats = manager.state.engine.stats()
+    return [stats[name] for name in names]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipping_is_the_resident_one_and_norms_are_read_as_gradients_leave(device, kind):
+    models = managed, _ = pair(device)
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 4
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+        stream_optimizer(optimizers[0])
+        for number in range(3):
+            for part in range(2):
+                for model in models:
+                    backward(model, 2 * number + part, device)
+            before = counted(manager, "brought_bytes", "host_waits")
+            totals = [
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01, **KINDS[kind])
+                for model in models
+            ]
+            brought, waits = (
+                now - then
+                for now, then in zip(
+                    counted(manager, "brought_bytes", "host_waits"), before, strict=True
+                )
+            )
+            assert totals[0].device == totals[1].device and totals[0] > 0.01
+            assert_same(*(total.cpu() for total in totals), "norms")
+            assert_same(*(gradients(model) for model in models), "gradients")
+            # The first call tells which norms are wanted.
+            assert (brought, waits) == ((MANAGED, 1) if number == 0 else (0, 0))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_alike(models, optimizers)
+
+
+def scale_unseen(gradient):
+    gradient.data.mul_(2.0)
+
+
+def unscale(gradient):
+    """As GradScaler does, which bumps no version."""
+    inverse, found = (torch.full((), v, device=gradient.device) for v in (2.0, 0.0))
+    version = gradient._version
+    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, inverse)
+    assert gradient._version == version
+
+
+WRITES = {
+    "in place": lambda gradient: gradient[1, 2:4].fill_(9.0),
+    "by .data": scale_unseen,
+    "unscaled": unscale,
+    "zeros": lambda gradient: (gradient.data.zero_(), gradient.data[3, 1:3].fill_(9.0)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_gradient_that_was_written_to_is_brought_anew(device, write):
+    if write == "unscaled" and device == "simgpu":
+        pytest.skip("torch's kernel is not there for this type of device")
+    models = managed, _ = pair(device)
+    with attached(managed, device) as manager:
+        for number in range(2):
+            for model in models:
+                model.zero_grad()
+                backward(model, number, device)
+                if number:
+                    WRITES[write](model.body[1].weight.grad)
+            (before,) = counted(manager, "brought_bytes")
+            totals = [total_norm([p.grad for p in model.parameters()]) for model in models]
+            assert_same(*(total.cpu() for total in totals))
+            (after,) = counted(manager, "brought_bytes")
+            assert after - before == (4 * 32**2 if number else MANAGED)
+
+
+def test_samples_of_zeros_are_not_trusted(device):
+    """A table's gradient is zero but in few rows, which samples miss."""
+    models = managed, _ = pair(device)
+    with attached(managed, device):
+        for number in range(3):
+            totals = []
+            for model in models:
+                model.zero_grad()
+                x = torch.zeros(4, 32)
+                x[:, 3] = number + 1.0
+                model.body[1](x.to(device))[:, 7].sum().backward()
+                gradient = model.body[1].weight.grad
+                assert gradient.count_nonzero() == 1 and not norms._sampled(gradient).any()
+                if number:
+                    gradient.data.mul_(3.0)
+                totals.append(total_norm([gradient]).cpu())
+            assert_same(*totals)
+
+
+def test_gradients_that_others_have_set_and_one_alone(device):
+    """Not page-locked, of a hook, and a tensor instead of a list of them."""
+    models = managed, _ = pair(device)
+    with attached(managed, device):
+        for model in models:
+            model.body[0].weight.register_hook(lambda gradient: 2 * gradient)
+            backward(model, 0, device)
+            model.body[1].weight.grad = torch.ones(32, 32).to(model.body[1].weight.device)
+        for number in range(2):
+            for one in (
+                lambda model: [p.grad for p in model.parameters()],
+                lambda model: (p.grad for p in model.parameters()),
+                lambda model: model.first.weight.grad,
+                lambda model: model.body[1].weight.grad,
+            ):
+                totals = [total_norm(one(model)) for model in models]
+                assert_same(*(total.cpu() for total in totals))
+                assert totals[0].device == totals[1].device, number
+            with pytest.raises(RuntimeError, match="non-finite"):
+                managed.first.weight.grad.fill_(float("nan"))
+                total_norm(managed.first.weight.grad, error_if_nonfinite=True)
+            managed.first.weight.grad.copy_(models[1].first.weight.grad)
+
+
+def test_scaled_gradients_are_not_known(device):
+    models = managed, _ = pair(device)
+    with attached(managed, device) as manager:
+        scalers = [torch.amp.GradScaler(torch.device(device).type) for _ in models]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        for number in range(3):
+            (before,) = counted(manager, "brought_bytes")
+            totals = []
+            for model, scaler, optimizer in zip(models, scalers, optimizers, strict=True):
+                torch.manual_seed(number)
+                loss = model(torch.randn(4, 32).to(device)).square().mean()
+                scaler.scale(loss).backward()
+                assert not manager.state.norms
+                scaler.unscale_(optimizer)
+                totals.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert_same(*(total.cpu() for total in totals))
+            (after,) = counted(manager, "brought_bytes")
+            assert after - before == MANAGED
+
+
+def test_what_is_not_managed_is_torchs_own(device, monkeypatch):
+    managed, _ = pair(device)
+    with attached(managed, device):
+        backward(managed, 0, device)
+        given = []
+        monkeypatch.setattr(norms, "_Answers", given.append)
+        total_norm([managed.norm.weight.grad])
+        total_norm([])
+        total_norm([torch.ones(3)])
+        assert not given
+    backward(managed.to("cpu"), 0, "cpu")
+    total_norm([p.grad for p in managed.parameters()])
+    assert not given
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuEventRecord", "cuEventSynchronize"])
+def test_a_fault_of_the_driver_is_told_and_the_next_call_is_right(sim, call):
+    models = managed, _ = pair("cpu")
+    with attached(managed, "cpu"):
+        told = 0
+        for nth in range(1, 6):
+            managed.zero_grad()
+            models[1].zero_grad()
+            for model in models:
+                backward(model, nth, "cpu")
+            managed._memory_manager.state.norms.clear()
+            found = [p.grad for p in managed.parameters()]
+            with simulator.fault(call, nth):
+                try:
+                    total_norm(found)
+                except DriverError:
+                    told += 1
+            assert_same(*(total_norm([p.grad for p in model.parameters()]) for model in models))
+        assert told == (1 if call == "cuEventSynchronize" else 5)  # it waits once
