@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="of the weights: bf16, fp16, fp32, fp8")
     parser.add_argument("--adapter-dtype", default="fp32", help="of the LoRA (fp32)")
     parser.add_argument("--master-dtype", help="of a second copy of trained weights")
+    parser.add_argument(
+        "--during-backward",
+        action="store_true",
+        help="of a full training: step each weight in backward",
+    )
     parser.add_argument("--quantize", help="frozen weights: int8, fp8, qfloat8, nf4")
     parser.add_argument("--compress", choices=("lossless", "auto"), help="weights in fewer bytes")
     parser.add_argument(

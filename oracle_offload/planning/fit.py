@@ -204,8 +204,9 @@ def fit(storage: Storage, activations: int | None, room: Room) -> Fit:
 
 def _counted(storage: Storage, device: dict[str, int], room: Room) -> Fit:
     """Return the fit of totals: where there are no units, nothing is known of an arena's floor."""
-    host, weights = storage.host_rows, storage.host_rows.get("weights", 0)
-    device = {name: size for name, size in device.items() if size != host.get(name)}
+    host, weights = storage.on_host(), storage.host_rows.get("weights", 0)
+    there = storage.host_rows.items()
+    device = {name: size for name, size in device.items() if (name, size) not in there}
     left = room.device - sum(device.values())
     arena = room.arena(Weights(weights, 0), left)
     missing = max(0, arena - left)

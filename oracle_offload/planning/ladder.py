@@ -134,6 +134,15 @@ def ladder(
         add("batch 1 and accumulate()", cost, option, False, recipe, one, number)
         cost = f"{number} micro-batches for each step, each of which moves the weights"
         add("batch 1 and accumulation", cost, "batch=1", False, recipe, one, 1)
+    if (
+        recipe.train == "full"
+        and recipe.master_dtype is None
+        and not recipe.during_backward
+        and question.micro_batches == 1
+    ):
+        changed = replace(recipe, during_backward=True)
+        cost = "no GradScaler, clipping or accumulation: gradients never come home"
+        add("the optimizer in backward", cost, "during_backward=True", False, changed)
     lighter = OPTIMIZERS.get(recipe.optimizer.lighter)
     while lighter is not None:
         option = f"optimizer={lighter.name!r}"
@@ -152,7 +161,7 @@ def ladder(
             add("half the rank", cost, f"rank={half}", True, replace(recipe, rank=half))
     else:
         cost = "another training: a correction of low rank"
-        changed = replace(recipe, train="lora", master_dtype=None)
+        changed = replace(recipe, train="lora", master_dtype=None, during_backward=False)
         with suppress(ValueError):  # no layer can have one
             add("a LoRA in place of all weights", cost, "train='lora'", True, changed)
     smaller = _half(question.sample)

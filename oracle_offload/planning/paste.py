@@ -35,6 +35,10 @@ def python(fit: Fit, recipe: Recipe, switch: str, *, follows_steps: bool, togeth
     lines.append(f'manager = oracle_offload.attach(model, "cuda", {", ".join(arguments)})')
     if recipe.train == "lora":
         lines.append(f"# then the LoRA of rank {recipe.rank}, for example with peft")
+    if recipe.train == "full":
+        early = ", during_backward=True" if recipe.during_backward else ""
+        lines.append("# then, with the optimizer of all weights:")
+        lines.append(f"# oracle_offload.train.stream_optimizer(optimizer{early})")
     if together > 1:
         lines.append(f"# in each step, with its {together} micro-batches:")
         lines.append("# losses = oracle_offload.accumulate(lambda batch: ..., batches)")

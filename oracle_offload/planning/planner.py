@@ -139,6 +139,7 @@ def plan(
     dtype: str | torch.dtype | None = None,
     adapter_dtype: str | torch.dtype = "fp32",
     master_dtype: str | torch.dtype | None = None,
+    during_backward: bool = False,
     quantize: str | None = None,
     budget: Budget | None = None,
     checkpointing: bool = True,
@@ -182,6 +183,10 @@ def plan(
     master_dtype : str or torch.dtype, optional
         With ``train="full"``: a second copy of narrower weights, which has the gradients and is
         stepped (``"fp32"``, mixed precision: 18 bytes a parameter with AdamW).
+    during_backward : bool
+        With ``train="full"``: weights that stream are stepped as
+        ``stream_optimizer(optimizer, during_backward=True)`` does, and their gradients take no
+        host memory. By default they are stepped after backward, on the device too.
     quantize : {"int8", "fp8", "qfloat8", "nf4"}, optional
         Frozen Linear weights as torchao, optimum-quanto or bitsandbytes keep them.
     budget : Budget, optional
@@ -241,6 +246,17 @@ def plan(
         raise ValueError(f"train={train!r} is neither 'lora' nor 'full'")
     if quantize is not None and quantize not in QUANTISED:
         raise ValueError(f"quantize={quantize!r} is not known; there are {', '.join(QUANTISED)}")
+    if during_backward and (train != "full" or master_dtype is not None):
+        asked = f"train={train!r}" if train != "full" else f"master_dtype={master_dtype!r}"
+        raise ValueError(
+            f"during_backward=True with {asked}: in backward the weights of a full training are "
+            "stepped, with their own gradients"
+        )
+    if during_backward and micro_batches != 1:
+        raise ValueError(
+            f"during_backward=True with micro_batches={micro_batches!r}: weights are stepped once "
+            "for each backward"
+        )
     budget = budget_of(budget)
     for name, value in (
         ("rank", rank),
@@ -261,6 +277,7 @@ def plan(
         quantize,
         optimizer_of(optimizer),
         budget.compress,
+        during_backward,
     )
     dtype = None if dtype is None else _dtype(dtype, "dtype")
     source = source_of(model, config, dtype, fetch=fetch)

@@ -224,7 +224,7 @@ def speed(plan: Answer) -> str:
     """Return how long a step takes, as a sentence."""
     found = plan.speed
     if found.low_s is None:
-        return f"How long a step takes is unknown: {found.why}."
+        return f"How long a step takes is unknown: {found.why}.{_optimizer(plan)}"
     said = f"A step takes {show(found.low_s, 'time')} to {show(found.high_s, 'time')}"
     if plan.fit.verdict == RESIDENT:
         return f"{said}, all of it computing."
@@ -232,7 +232,18 @@ def speed(plan: Answer) -> str:
         f"{said}, {found.bottleneck}-bound: in the middle of that computing takes "
         f"{show(found.compute_s, 'time')}, copying {format_size(found.h2d_bytes)} "
         f"{show(found.link_s, 'time')}; no step with this arena takes less than "
-        f"{show(found.bound_s, 'time')}."
+        f"{show(found.bound_s, 'time')}.{_optimizer(plan)}"
+    )
+
+
+def _optimizer(plan: Answer) -> str:
+    """Return where the optimizer of a full training is taken to step, and what moves with that."""
+    found = plan.speed
+    if not found.optimizer:
+        return ""
+    return (
+        f" The optimizer is taken to step {found.optimizer} (train.stream_optimizer): of a step "
+        f"{format_size(found.h2d_bytes)} go to the device and {format_size(found.d2h_bytes)} home."
     )
 
 

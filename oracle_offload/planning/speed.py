@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,6 @@ from ..engine.replay import Size, predict_elsewhere
 from ..engine.simulated_time import SimulatedTime
 from ..engine.simulator import Device
 from ..errors import OffloadError
-from ..host.sizes import format_size
 from .cards import Card
 from .fit import NOWHERE, RESIDENT, Fit
 from .measure import Step
@@ -21,11 +20,14 @@ from .measure import Step
 logger = logging.getLogger("oracle_offload.planning")
 
 _COPY_LATENCY_S = 2.5e-6  # as the simulator's presets have it: assumed
+_SHARES = (0.0, 0.5, 1.0)  # of the intervals of a card's rates: slowest, middle, fastest
+# What each direction of a link has of its rate while both copy, on a bad host and on a good one.
+_DUPLEX = (0.5, 1.0)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a step: forward and backward, without the optimizer's.
+    """Seconds of a step: forward and backward; of a full training that streams the optimizer, too.
 
     Attributes
     ----------
@@ -44,7 +46,8 @@ class Speed:
     d2h_bytes : float
         Of a full training: gradients, and what was stepped, that go home in a step.
     optimizer : str
-        How the optimizer of a full training is taken to step: "after backward, on the device".
+        How the optimizer of a full training is taken to step: "after backward, on the device", or
+        "in backward, on the device".
     """
 
     low_s: float | None = None
@@ -62,18 +65,19 @@ class Speed:
 
 def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
     """Return the seconds of a step that lies as `fit` has it, on `card`."""
+    is_full = fit.storage.recipe.train == "full" and fit.verdict not in (RESIDENT, NOWHERE)
     if step.why:
-        return Speed(why=step.why)
+        return _full_bytes(step, fit, step.why) if is_full else Speed(why=step.why)
     if fit.verdict == NOWHERE:
         return Speed(why="it does not fit")
-    if fit.verdict != RESIDENT and fit.storage.recipe.train == "full":
-        return _streamed_step(step, fit, card)
-    times = [_time(card, share) for share in (0.0, 0.5, 1.0)]
+    if is_full:
+        return _full_step(step, fit, card)
+    times = [_time(card, share) for share in _SHARES]
     if fit.verdict == RESIDENT:
         slow, middle, fast = (sum(step.phases(time)) for time in times)
         return Speed(fast, middle, slow, fast, middle, bottleneck="compute")
     logger.info("replaying a step at three speeds")
-    questions = [question(step, fit, card, share) for share in (0.0, 0.5, 1.0)]
+    questions = [question(step, fit, card, share) for share in _SHARES]
     try:
         answers = predict_elsewhere(questions)
     except OffloadError as error:  # for want of memory, say: whether it fits is known all the same
@@ -95,34 +99,99 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
     )
 
 
-def _streamed_step(step: Step, fit: Fit, card: Card) -> Speed:
-    """Return what a step of a full training moves, where the optimizer is streamed.
+def _full_step(step: Step, fit: Fit, card: Card) -> Speed:
+    """Return what a step of a full training takes and moves, where the optimizer is streamed.
 
     Each forward, each backward and the step bring what the arena does not hold from before. Where
-    micro-batches take turns in a loop, the sum of their gradients comes and goes with each.
+    micro-batches take turns in a loop, the sum of their gradients comes and goes with each. In
+    backward no gradient leaves, and what has given its place away since its use comes once more.
     """
-    weights, gradients, states = (
-        fit.host.get(kind, 0) for kind in ("weights", "gradients", "optimizer state")
+    logger.info("replaying a step at three speeds")
+    try:
+        answers = predict_elsewhere([question(step, fit, card, share) for share in _SHARES])
+    except OffloadError as error:
+        return _full_bytes(step, fit, str(error))
+    bounds = [_phases_s(step, fit, card, share) for share in _SHARES]
+    slow, middle, fast = (
+        # What the engine adds to the phases of its weights (latency, turns), it adds here too.
+        sum(phases) + max(0.0, answer["predicted_step_s"] - sum(alone))
+        for answer, (phases, alone) in zip(answers, bounds, strict=True)
     )
+    compute_s = sum(_kernels_s(step, fit, card, 0.5))
+    known = _full_bytes(step, fit, "")
+    return replace(
+        known,
+        low_s=fast,
+        step_s=middle,
+        high_s=slow,
+        bound_s=min(fast, sum(bounds[2][0])),
+        compute_s=compute_s,
+        link_s=known.h2d_bytes / _link_rate(card, 0.5),
+        bottleneck="compute" if compute_s >= 0.9 * middle else "link",
+    )
+
+
+def _full_bytes(step: Step, fit: Fit, why: str) -> Speed:
+    """Return what a step of a full training moves, and why no seconds are known."""
+    there, home = map(sum, zip(*_moved(step, fit), strict=True))
+    when = "in" if fit.storage.recipe.during_backward else "after"
+    mode = f"{when} backward, on the device"
+    return Speed(h2d_bytes=there, d2h_bytes=home, optimizer=mode, why=why)
+
+
+def _missing(fit: Fit) -> tuple[int, int]:
+    """Return the bytes that forward and backward use and the arena does not hold."""
+    forward, backward = fit.sweep_bytes or (fit.storage.travelling_bytes,) * 2
+    return max(0, forward - fit.arena_bytes), max(0, backward - fit.arena_bytes)
+
+
+def _moved(step: Step, fit: Fit) -> list[tuple[int, int]]:
+    """Return the bytes there and home of all forwards, of each backward, and of the step."""
+    kinds = ("weights", "gradients", "optimizer state")
+    weights, gradients, states = (fit.host.get(kind, 0) for kind in kinds)
     rounds = 1 if step.together else step.micro_batches
-    sweeps = fit.sweep_bytes or (fit.storage.travelling_bytes,) * 2
-    swept = sum(max(0, used - fit.arena_bytes) for used in sweeps)
-    stepped = max(0, weights - fit.arena_bytes) + gradients + states
-    moved = rounds * swept + (rounds - 1) * gradients + stepped
-    home = rounds * gradients + weights + states
-    seconds = stepped / _link_rate(card, 0.5)
-    mode = "after backward, on the device"
-    return Speed(
-        h2d_bytes=moved,
-        d2h_bytes=home,
-        optimizer=mode,
-        why=(
-            "how long gradients take to leave is not modelled; with an optimizer that steps "
-            f"{mode} (train.stream_optimizer), {format_size(moved)} go to the device in it and "
-            f"{format_size(home)} home, of which its own {format_size(stepped)} and "
-            f"{format_size(weights + states)} at once, in {seconds:.2g} s or more"
-        ),
-    )
+    forward, backward = _missing(fit)
+    stepped = max(0, weights - fit.arena_bytes) + gradients + states, weights + states
+    sweep = (rounds * forward, 0)
+    if fit.storage.recipe.during_backward:
+        return [sweep, (backward + stepped[0], stepped[1]), (0, 0)]
+    sums = (gradients if number else 0 for number in range(rounds))
+    return [sweep, *((backward + running, gradients) for running in sums), stepped]
+
+
+def _kernels_s(step: Step, fit: Fit, card: Card, share: float) -> list[float]:
+    """Return the seconds of kernels of forward, of backward, and of the optimizer."""
+    weights, states = (fit.host.get(kind, 0) for kind in ("weights", "optimizer state"))
+    stepped = (3 * weights + 2 * states) / (1e9 * card.rates(share)["memory_gbps"])
+    return [*step.phases(_time(card, share)), stepped]
+
+
+def _phases_s(step: Step, fit: Fit, card: Card, share: float) -> tuple[list[float], list[float]]:
+    """Return the least seconds of forward, backward and step; and without gradients and step."""
+    kernels, rate = _kernels_s(step, fit, card, share), _link_rate(card, share)
+    duplex = _DUPLEX[0] + share * (_DUPLEX[1] - _DUPLEX[0])
+    first, *backwards, last = (_link_s(*phase, rate, duplex) for phase in _moved(step, fit))
+    of_each = kernels[1] / len(backwards)
+    if fit.storage.recipe.during_backward:
+        of_each, kernels[2] = of_each + kernels[2], 0.0
+    found = [
+        max(kernels[0], first),
+        sum(max(of_each, link_s) for link_s in backwards),
+        max(kernels[2], last),
+    ]
+    forward, backward = _missing(fit)
+    rounds = len(backwards)
+    alone = [
+        max(kernels[0], rounds * forward / rate),
+        max(step.phases(_time(card, share))[1], rounds * backward / rate),
+    ]
+    return found, alone
+
+
+def _link_s(there: float, home: float, rate: float, duplex: float) -> float:
+    """Return the seconds in which so many bytes pass; both ways each has `duplex` of the rate."""
+    less, more = sorted((there, home))
+    return min(less / (duplex * rate) + (more - less) / rate, (there + home) / rate)
 
 
 def _link_rate(card: Card, share: float) -> float:

@@ -106,6 +106,8 @@ class Recipe:
     optimizer : Optimizer
     compress : str or None
         As `attach` takes it.
+    during_backward : bool
+        Whether weights that stream are stepped in backward: their gradients never come home.
     """
 
     train: str
@@ -116,6 +118,7 @@ class Recipe:
     quantize: str | None
     optimizer: Optimizer
     compress: str | None = None
+    during_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,11 +203,14 @@ class Storage:
 
     def on_host(self) -> dict[str, int]:
         """Return what lies on the host where the weights stream: `host_rows` and padding."""
+        rows = self.host_rows
+        if self.recipe.during_backward:
+            rows = {name: size for name, size in rows.items() if name != "gradients"}
         if not self.units:
-            return self.host_rows
+            return rows
         sizes = [self.host_bytes_of(tensor) for tensor in _distinct(self.units)]
         padding = sum(map(aligned, sizes)) - sum(sizes)
-        return {**self.host_rows, "weights": sum(sizes), "padding": padding}
+        return {**rows, "weights": sum(sizes), "padding": padding}
 
     @property
     def coded_bytes(self) -> tuple[int, int]:

@@ -209,8 +209,14 @@ def _streamed(
     down, up = counters.get("h2d_bytes"), counters.get("d2h_bytes")
     unknown = speed.why if speed.step_s is None else ""
     moved = None if unknown else speed.h2d_bytes
+    home: float = _gradients(plan)
+    if speed.optimizer and down is not None and up is not None:
+        if plan.question.recipe.during_backward or up > home:  # stepped weights go home, too
+            down, home = down + counters.get("brought_bytes", 0), speed.d2h_bytes
+        else:
+            unknown = unknown or "the optimizer was not streamed, and the plan's is"
     yield row("to the device, a step", "size", moved, down, other or unknown)
-    yield row("to the host, a step", "size", _gradients(plan), up, other)
+    yield row("to the host, a step", "size", home, up, other)
     ends: Any = None if unknown else (speed.low_s, speed.high_s)
     yield row("time of a step", "time", ends, mean["seconds"], other or unknown)
 

@@ -572,6 +572,15 @@ def test_the_same_training_elsewhere() -> None:
         (dict(train="qlora"), "train='qlora' is neither"),
         (dict(quantize="int2"), "quantize='int2' is not known"),
         (dict(quantize="nf4", train="full"), "quantised weights are not trained"),
+        (dict(during_backward=True), "during_backward=True with train='lora'"),
+        (
+            dict(during_backward=True, train="full", master_dtype="fp32"),
+            "during_backward=True with master_dtype='fp32'",
+        ),
+        (
+            dict(during_backward=True, train="full", micro_batches=2),
+            "during_backward=True with micro_batches=2",
+        ),
         (dict(rank=0), "rank=0 is not a whole number above zero"),
         (dict(rank=True), "rank=True is not a whole number above zero"),
         (dict(micro_batches="2"), "micro_batches='2' is not a whole number above zero"),
@@ -596,11 +605,12 @@ def test_the_ladder_is_ordered_and_marks_what_changes_the_result() -> None:
     rungs = found.alternatives
     assert found.verdict == "does not fit"
     assert [rung.option for rung in rungs] == [
+        "during_backward=True",
         "optimizer='adamw8bit'",
         "optimizer='adafactor'",
         "train='lora'",
     ]
-    assert all(rung.changes_result for rung in rungs)
+    assert [rung.changes_result for rung in rungs] == [False, True, True, True]
     for rung in rungs:  # each is what `plan` says when it is asked for that
         options = dict(train="full") | eval(f"dict({rung.option})")
         other = oracle_offload.plan(net(), vram="1MiB", ram="2MiB", **options)
@@ -614,6 +624,7 @@ def test_a_full_training_of_layers_that_can_have_no_lora_is_planned() -> None:
     found = oracle_offload.plan(model, train="full", vram="1MiB", ram="1MiB", measure=False)
     assert found.verdict == "does not fit"
     assert [rung.option for rung in found.alternatives] == [
+        "during_backward=True",
         "optimizer='adamw8bit'",
         "optimizer='adafactor'",
     ]
@@ -789,6 +800,9 @@ def shown() -> dict[str, oracle_offload.planning.Plan]:
         ),
         "units": timed(plan(Blocks(), ram=300 * kib, micro_batches=2, link_gbps=20.0, **little)),
         "full": plan(Blocks(), train="full", vram=200 * kib, ram="1GiB", dtype="fp16"),
+        "early": plan(
+            Blocks(), train="full", during_backward=True, vram=200 * kib, ram="1GiB", dtype="fp16"
+        ),
         "neither": plan(Blocks(), vram=40 * kib, ram=8 * kib, rank=1),
         "packed": plan(
             Blocks(), ram="1GiB", quantize="nf4", budget=Budget(offload_percent=1.0), **little
@@ -811,7 +825,7 @@ def every() -> dict[str, oracle_offload.planning.Plan]:
 
 SHOWN = (
     *("resident", "streamed", "shared", "nowhere", "units"),
-    *("full", "neither", "packed", "compressed"),
+    *("full", "early", "neither", "packed", "compressed"),
 )
 
 
@@ -951,6 +965,7 @@ def test_the_command_exits_with_3_where_it_does_not_fit(
     ("flags", "options"),
     [
         ("--train full", {"train": "full"}),
+        ("--train full --during-backward", {"train": "full", "during_backward": True}),
         ("--rank 8", {"rank": 8}),
         ("--optimizer sgd", {"optimizer": "sgd"}),
         ("--quantize int8", {"quantize": "int8"}),

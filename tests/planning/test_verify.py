@@ -182,6 +182,44 @@ def test_a_time_beyond_the_interval(lora: Any) -> None:
     assert shorter.said == "-50.0% beyond the interval"
 
 
+@pytest.mark.parametrize("how", ["after", "in", "host"])
+def test_a_full_training_is_as_it_was_planned(how: str, sim: Any) -> None:
+    from oracle_offload.train import stream_optimizer
+
+    net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    found = oracle_offload.plan(
+        net,
+        train="full",
+        during_backward=how == "in",
+        card=24,
+        ram="64GB",
+        budget=Budget(offload_percent=1.0),
+        sample={"input": (2, 256)},
+    )
+    x = torch.ones(2, 256)
+    with (
+        oracle_offload.attach(net, "cpu", vram_budget=found.fit.arena_bytes),
+        oracle_offload.record() as record,
+    ):
+        optimizer = torch.optim.AdamW(net.parameters())
+        if how != "host":
+            stream_optimizer(optimizer, during_backward=how == "in")
+        for _ in range(8):
+            net(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    rows = by_name(found.verify(record.recording()))
+    there, home = rows["to the device, a step"], rows["to the host, a step"]
+    if how == "host":
+        assert home.measured == home.planned == sum(p.nbytes for p in net.parameters())
+        for row in (there, rows["time of a step"]):
+            assert row.why_not == "the optimizer was not streamed, and the plan's is"
+        return
+    assert home.measured == pytest.approx(home.planned, rel=1e-3)
+    assert there.measured == pytest.approx(there.planned, abs=6 * 4 * 256**2)
+    assert not rows["time of a step"].why_not
+
+
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_full_training_sends_its_gradients_to_the_host(number: int, sim: Any) -> None:
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
