@@ -254,8 +254,7 @@ class InBackward(Stepper):
         self._stream = contextlib.nullcontext()
         with contextlib.suppress(OffloadError):
             self._arrive()
-        for batch in batches:
-            self._let_go(batch)
+        self._drop(batches)
         self._end_rewrites()
         for unit in list(self._kept):
             self._drop_kept(unit)

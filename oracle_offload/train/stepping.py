@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from ..engine.engines import DeviceState, open_states
 from ..engine.geometry import copied_to, is_dense, tensor_bytes
-from ..errors import OffloadError
+from ..errors import DriverError, OffloadError
 from ..layers.gradients import Gradients
 from .micro_batches.thread_state import Generators
 
@@ -591,8 +591,7 @@ class Stepper:
                     "on: every Parameter is stepped. Do not call step() again for it."
                 )
             else:  # nothing has changed
-                for batch in batches:
-                    self._let_go(batch)
+                self._drop(batches)
             self.unfinished = False
             raise
         finally:
@@ -761,9 +760,15 @@ class Stepper:
         if batch.is_spent and batch.stepped is None:  # it may be stepped half
             self._rewritten.update(dict.fromkeys(batch.units & self._rewritten.keys(), 0))
         while batch.tickets:
-            self._end(batch.tickets[-1][0])
-            batch.tickets.pop()
+            self._end_last(batch.tickets)
         batch.brought.clear()
+
+    def _drop(self, batches: Iterable[Batch]) -> None:
+        """Forget batches, whatever fails: an error goes on already."""
+        for batch in batches:
+            for _ in range(1 + len(batch.tickets)):  # one that fails is left to the next backward
+                with contextlib.suppress(DriverError):
+                    self._let_go(batch)
 
     def _state_there(self, value: Any, batch: Batch) -> Any:
         if isinstance(value, Tensor):
@@ -911,14 +916,22 @@ class Stepper:
             self.state.engine.trip_await(self._open[-1][0])
             self._is_home = True
         while self._open:
-            self._end(self._open[-1][0])
-            self._open.pop()
+            self._end_last(self._open)
         self._joined = 0
         self._is_home = False
 
-    def _end(self, ticket: int) -> None:
-        with contextlib.suppress(OffloadError):  # an interrupt came between this and what follows
+    def _end_last(self, trips: list[tuple[int, Any]]) -> None:
+        """End the latest of some trips. Where the driver fails, the next backward ends it."""
+        ticket, held = trips[-1]
+        try:
             self.state.engine.trip_end(ticket)
+        except DriverError:
+            self.state.unended.append((ticket, held))
+            trips.pop()
+            raise
+        except OffloadError:  # it has ended: an interrupt came between that and what follows
+            pass
+        trips.pop()
 
 
 def refuse_sparse(optimizer: Any, parameter: Tensor, gradient: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import pickle
@@ -16,6 +17,7 @@ import oracle_offload  # noqa: E402
 from oracle_offload import DriverError, NoRoomError, OffloadError, _core  # noqa: E402
 from oracle_offload.engine import engines, simulator  # noqa: E402
 from oracle_offload.model import masters  # noqa: E402
+from oracle_offload.train import stepping, stream_optimizer  # noqa: E402
 
 OUT_OF_MEMORY, INVALID_HANDLE, ILLEGAL_ADDRESS, NO_RESOURCES = 2, 400, 700, 701
 
@@ -291,3 +293,125 @@ def test_an_attach_that_fails_leaves_nothing_open() -> None:
         assert live.contexts == live.events == live.registrations == live.adopted_bytes == 0, nth
     assert failed > calls / 6
     simulator.clear_reports()  # of events that a fault kept from being destroyed
+
+
+# ---- an optimizer that steps on the device ----
+
+
+class Trained:
+    """A model that trains fully, and the same beside it that is resident."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(128, 128) for _ in range(5)]
+        self.models = torch.nn.Sequential(*layers), copy.deepcopy(torch.nn.Sequential(*layers))
+        self.manager = attach(self.models[0])
+        self.optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in self.models]
+        stream_optimizer(self.optimizers[0])
+
+    def backward(self, seed: int, which: int) -> None:
+        torch.manual_seed(seed)
+        model = self.models[which]
+        model.zero_grad()
+        model(torch.randn(3, 128)).square().mean().backward()
+
+    def step(self, seed: int) -> None:
+        for which, optimizer in enumerate(self.optimizers):
+            self.backward(seed, which)
+            optimizer.step()
+
+    def tensors(self, which: int) -> list[Any]:
+        """Weights and states, copied."""
+        optimizer = self.optimizers[which]
+        found = [p.detach() for p in self.models[which].parameters()]
+        for parameter in self.models[which].parameters():
+            found += optimizer.state.get(parameter, {}).values()
+        return [tensor.clone() for tensor in found]
+
+
+@pytest.fixture
+def trained(nothing_is_left: None) -> Any:
+    made = Trained()
+    yield made
+    simulator.clear_faults()
+    made.manager.detach()
+
+
+def rare(trained: Trained) -> int:
+    """What the engine has counted of calls that failed, and whose failure nobody is told of."""
+    stats = trained.manager.state.engine.stats()
+    return sum(stats[name] for name in ("recoveries", "prefetch_failures", "lost_uses"))
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+# What a fault of each call may end as: before anything is stepped, or once something is.
+STEP_CALLS = {
+    "cuMemcpyHtoDAsync": {"untouched", "completed"},
+    "cuMemcpyDtoHAsync": {"completed"},
+    "cuEventRecord": {"untouched", "completed"},
+    "cuStreamWaitEvent": {"untouched", "completed"},
+    "cuEventSynchronize": {"completed"},
+}
+
+
+@pytest.mark.parametrize("call", STEP_CALLS)
+def test_a_streamed_step_is_whole_or_not_begun_after_a_fault(
+    call: str, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call of one step fails: nothing was stepped, or all was, with the resident's bits."""
+    monkeypatch.setattr(stepping, "BATCH_BYTES", 4 * 4 * 128**2)  # a layer at a time
+    trained.step(0)
+    trained.backward(1, 0)
+    trained.backward(1, 1)
+    before = simulator.call_count(call)
+    trained.optimizers[0].step()
+    calls = simulator.call_count(call) - before
+    trained.optimizers[1].step()
+    ends = set()
+    for number, nth in enumerate(range(1, calls + 1, 1 + calls // 8), start=2):
+        for which in (0, 1):
+            trained.backward(number, which)
+        began, end = trained.tensors(0), "unnoticed"
+        counted, before = rare(trained), simulator.call_count(call)
+        with simulator.fault(call, nth, NO_RESOURCES):
+            try:
+                trained.optimizers[0].step()
+            except DriverError as error:
+                end = "completed" if getattr(error, "__notes__", ()) else "untouched"
+        if end == "unnoticed" and simulator.call_count(call) - before < nth:
+            end = "not met"  # this step made fewer calls
+        elif end == "unnoticed" and rare(trained) > counted:
+            end = "counted"  # something else was done instead
+        ends.add(end)
+        if end == "untouched":
+            assert same(trained.tensors(0), began), "nothing has changed"
+            trained.optimizers[0].step()
+        trained.optimizers[1].step()
+        assert same(trained.tensors(0), trained.tensors(1)), f"call {nth} of {calls}"
+    assert ends - {"counted", "not met"} == STEP_CALLS[call]
+
+
+def test_while_a_fault_lasts_a_streamed_step_is_refused_and_detach_returns(
+    trained: Trained,
+) -> None:
+    trained.step(0)
+    for which in (0, 1):
+        trained.backward(1, which)
+    began = trained.tensors(0)
+    with simulator.fault("cuMemcpyHtoDAsync", 1, NO_RESOURCES, lasting=True):
+        for _ in range(2):
+            with pytest.raises(DriverError, match="cuMemcpyHtoDAsync"):
+                trained.optimizers[0].step()
+            assert same(trained.tensors(0), began)
+    for optimizer in trained.optimizers:
+        optimizer.step()
+    assert same(trained.tensors(0), trained.tensors(1))
+    trained.backward(2, 0)
+    with simulator.fault("cuMemcpyDtoHAsync", 1, NO_RESOURCES, lasting=True):
+        with pytest.raises(DriverError, match="cuMemcpyDtoHAsync"):
+            trained.optimizers[0].step()
+        with pytest.raises(OffloadError, match="takes no further step"):
+            trained.optimizers[0].step()
