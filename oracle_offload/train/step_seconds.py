@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.engines import DeviceState
-from ..engine.geometry import tensor_bytes
+from ..engine.geometry import stored_bytes, tensor_bytes
 from ..host.sizes import format_size
 from .micro_batches.thread_state import Generators
 from .stepping import own_part_of, own_step, tensors_of
@@ -140,7 +140,7 @@ def _of_group(
     seconds = [seconds_of(lambda: step(part)) for _ in range(_TRIAL_STEPS)]
     nbytes = sum(map(tensor_bytes, own))
     scale = nbytes / max(1, tensor_bytes(tried))
-    kept = sum(tensor_bytes(each) for each in tensors_of(states.get(tried, {})) if each.dim())
+    kept = sum(stored_bytes(each) for each in tensors_of(states.get(tried, {})) if each.dim())
     return _Managed(nbytes, scale * kept, scale * min(seconds[1:]))
 
 

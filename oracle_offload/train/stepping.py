@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..engine.engines import DeviceState, open_states
-from ..engine.geometry import copied_to, is_dense, tensor_bytes
+from ..engine.geometry import copied_to, is_dense, stored_bytes, tensor_bytes
 from ..errors import DriverError, OffloadError
 from ..layers.gradients import Gradients
 from .micro_batches.thread_state import Generators
@@ -772,9 +772,11 @@ class Stepper:
 
     def _state_there(self, value: Any, batch: Batch) -> Any:
         if isinstance(value, Tensor):
-            if not _is_plain(value):
-                return copied_to(value, self.state.device)
-            return self._there(value, batch)
+            if _is_plain(value):
+                return self._there(value, batch)
+            if hasattr(value, "__tensor_flatten__"):
+                return _rebuilt(value, lambda name, part: self._state_there(part, batch))
+            return copied_to(value, self.state.device)
         if isinstance(value, dict):
             return {k: self._state_there(v, batch) for k, v in value.items()}
         if type(value) in (list, tuple):
@@ -816,7 +818,7 @@ class Stepper:
         own_step(kind)(_part_of(optimizer, kind, groups, states))
         if state.simulated:
             moved = sum(3 * tensor_bytes(there) for _, there, _ in brought)
-            moved += sum(2 * tensor_bytes(v) for s in states.values() for v in tensors_of(s))
+            moved += sum(2 * stored_bytes(v) for s in states.values() for v in tensors_of(s))
             dtype = brought[0][1].dtype
             state.time.pending_kernel_s += state.time.kernel_seconds(0.0, moved, dtype)
             state.time.flush(stream)
@@ -857,6 +859,13 @@ class Stepper:
         if isinstance(value, Tensor):
             if home is None:  # of a Parameter that stays on the device
                 return value
+            if hasattr(value, "__tensor_flatten__"):
+                before = former if type(former) is type(value) else None
+
+                def part_home(name: str, part: Any) -> Any:
+                    return self._state_home(part, getattr(before, name, None), home)
+
+                return _rebuilt(value, part_home)
             if not _is_plain(value):
                 return value.to("cpu")
             is_there = _is_plain(former) and former.device.type == "cpu"
@@ -945,11 +954,15 @@ def refuse_sparse(optimizer: Any, parameter: Tensor, gradient: Tensor) -> None:
 
 def bytes_of(optimizer: Any, parameter: Tensor) -> int:
     """Return the bytes of a Parameter, its gradient and its states."""
-    return 2 * tensor_bytes(parameter) + sum(
-        tensor_bytes(value)
-        for value in optimizer.state.get(parameter, {}).values()
-        if _is_plain(value)
-    )
+    states = optimizer.state.get(parameter, {}).values()
+    return 2 * tensor_bytes(parameter) + sum(map(stored_bytes, tensors_of(states)))
+
+
+def _rebuilt(value: Any, make: Callable[[str, Any], Any]) -> Any:
+    """Return a tensor of a class with tensors inside, of what `make` returns of each of them."""
+    names, how = value.__tensor_flatten__()
+    parts = {name: make(name, getattr(value, name)) for name in names}
+    return type(value).__tensor_unflatten__(parts, how, value.size(), value.stride())
 
 
 def tensors_of(values: Any) -> Iterable[Tensor]:

@@ -1196,3 +1196,75 @@ def test_places_that_there_are_not_are_refused(sim):
             with pytest.raises(ValueError, match=f"step='{step}': with during_backward=True"):
                 stream_optimizer(optimizer, step=step, during_backward=True)
         assert type(optimizer) is torch.optim.AdamW
+
+
+# ---- fifty steps ----
+
+
+def lion(p):
+    return pytest.importorskip("bitsandbytes").optim.Lion(p, lr=1e-3)
+
+
+def adamw8bit(p):
+    return pytest.importorskip("bitsandbytes").optim.AdamW8bit(p, lr=1e-3)
+
+
+def torchao8bit(p):
+    return pytest.importorskip("torchao.optim").AdamW8bit(p, lr=1e-3)
+
+
+LONG = {
+    **{name: OPTIMIZERS[name] for name in ("adamw loop", "adamw foreach", "adamw fused")},
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "momentum foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "momentum fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adafactor": OPTIMIZERS["adafactor"],
+    "adafactor foreach": lambda p: torch.optim.Adafactor(p, lr=0.01, foreach=True),
+    "muon": OPTIMIZERS["muon"],
+    "lion": lion,
+    "adamw8bit": adamw8bit,
+    "torchao8bit": torchao8bit,
+}
+OF_LIBRARIES = ("lion", "adamw8bit", "torchao8bit")  # their kernels know no other device here
+BOTH_WAYS = ("adamw foreach", *OF_LIBRARIES)
+WAYS = [
+    pytest.param(name, early, marks=[pytest.mark.slow] if early and name not in BOTH_WAYS else [])
+    for name in LONG
+    for early in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "early"), WAYS)
+def test_fifty_steps_are_the_resident_run(device, monkeypatch, name, early):
+    if device == "simgpu" and ("fused" in name or name in OF_LIBRARIES):
+        pytest.skip("there are no such kernels for this type of device")
+    if name == "torchao8bit" and device == "cpu":  # to compile each shape takes a minute
+        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(stepping, "BATCH_BYTES", 2 * 4 * 4 * 64**2)
+    managed = a_stack(4)
+    models = managed, copy.deepcopy(managed).to(device)
+    with attached(managed, device, offload_percent=0.5) as manager:
+        assert len(manager.layers) == 4
+        optimizers = [LONG[name](list(model.parameters())) for model in models]
+        stream_optimizer(optimizers[0], during_backward=early)
+        for number in range(50):
+            losses = []
+            for model, optimizer in zip(models, optimizers, strict=True):
+                torch.manual_seed(number)
+                loss = model(torch.randn(4, 64).to(device).requires_grad_()).square().mean()
+                loss.backward()
+                losses.append(loss.detach().cpu())
+                optimizer.step()
+                model.zero_grad()
+            assert_same(*losses, f"loss {number}")
+        assert manager.state.engine.stats()["brought_bytes"] > 49 * 4 * 4 * 64
+        assert_same(*({n: p.detach().cpu() for n, p in m.named_parameters()} for m in models))
+        for pair in zip(*(model.parameters() for model in models), strict=True):
+            states = [one.state.get(p, {}) for one, p in zip(optimizers, pair, strict=True)]
+            assert states[0].keys() == states[1].keys()
+            for key, value in states[1].items():
+                assert stepping._same(on_host(states[0][key]), on_host(value)), key
+
+
+def on_host(value):
+    return value.to("cpu") if isinstance(value, torch.Tensor) else value
