@@ -156,6 +156,7 @@ class DeviceState:
         # By the `id` of a master, what steps it in backward: see `train.in_backward`.
         self.steppers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.kept_bytes = 0  # of copies that wait in the arena to be stepped in backward
+        self.n_stepping = 0  # optimizers that step in a backward which runs
         # By unit, what rewrites its masters while backward goes on; a row is replaced.
         self.rewritten: dict[int, tuple[Any, ...]] = {}
         # By the `id` of a master, what alone rewrites it: see `cover`.
@@ -307,6 +308,14 @@ class DeviceState:
         """Trainable weights are rewritten from now on."""
         self.rests = False
         self.engine.hold()
+
+    def keep_for_step(self, layer: Any) -> None:
+        """Keep the copy of a layer that backward has just used, if it is stepped there."""
+        for master in layer.masters.present:
+            stepper = self.steppers.get(id(master))
+            if stepper is not None:
+                stepper.keep(layer, master)
+                return
 
     def rewrite(self, unit: int, stepper: Any) -> None:
         """Masters of a unit are rewritten by what `stepper` sends home from now on."""

@@ -100,7 +100,12 @@ class Borrower(Leaf):
                 begun = True
                 if not self.moving:
                     tensors = self.views.get(address) or self.view_at(address)
-                    return compute(tensors if dtype is None else self.cast(kind, dtype, tensors))
+                    if dtype is not None:
+                        tensors = self.cast(kind, dtype, tensors)
+                    result = compute(tensors)
+                    if kind == BACKWARD and state.n_stepping:  # what was used is stepped next
+                        state.keep_for_step(self)
+                    return result
         except NoRoomError as error:
             if begun:
                 raise

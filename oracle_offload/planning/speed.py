@@ -104,7 +104,7 @@ def _full_step(step: Step, fit: Fit, card: Card) -> Speed:
 
     Each forward, each backward and the step bring what the arena does not hold from before. Where
     micro-batches take turns in a loop, the sum of their gradients comes and goes with each. In
-    backward no gradient leaves, and what has given its place away since its use comes once more.
+    backward no gradient leaves, and what was used there is stepped where it lies.
     """
     logger.info("replaying a step at three speeds")
     try:
@@ -151,10 +151,10 @@ def _moved(step: Step, fit: Fit) -> list[tuple[int, int]]:
     weights, gradients, states = (fit.host.get(kind, 0) for kind in kinds)
     rounds = 1 if step.together else step.micro_batches
     forward, backward = _missing(fit)
-    stepped = max(0, weights - fit.arena_bytes) + gradients + states, weights + states
     sweep = (rounds * forward, 0)
     if fit.storage.recipe.during_backward:
-        return [sweep, (backward + stepped[0], stepped[1]), (0, 0)]
+        return [sweep, (backward + states, weights + states), (0, 0)]
+    stepped = max(0, weights - fit.arena_bytes) + gradients + states, weights + states
     sums = (gradients if number else 0 for number in range(rounds))
     return [sweep, *((backward + running, gradients) for running in sums), stepped]
 

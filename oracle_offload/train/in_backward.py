@@ -56,6 +56,7 @@ class InBackward(Stepper):
         self._bytes = 0  # of that
         self._units: set[int] = set()  # of that
         self._kept: dict[int, int] = {}  # bytes of copies that others may not replace, by unit
+        self._used: dict[int, Any] = {}  # of those, uses that last until a gradient has come
         self._late: weakref.ref[Any] | None = None  # the graph task that runs
         self._running: Any = None  # the optimizer, for as long as it does
         self._stream: Any = contextlib.nullcontext()  # on which gradients are
@@ -125,6 +126,8 @@ class InBackward(Stepper):
     def begin(self, late: Any) -> None:
         """Take gradients in a graph task from now on."""
         optimizer = self._running = self._optimizer()
+        if self._late is None:
+            self.state.n_stepping += 1
         self._late = weakref.ref(late)
         self._was_dropped = False
         self._end_rewrites()  # what could not be ended before
@@ -156,26 +159,46 @@ class InBackward(Stepper):
         self._taken[id(master)] = master
         self._keep_copy(master)
 
-    def _keep_copy(self, master: Tensor) -> None:
-        """Keep the copy that backward has used until it is stepped, where that leaves enough room.
+    def keep(self, layer: Any, master: Tensor) -> None:
+        """Keep the copy that backward uses until the gradient is there: see `_keep_copy`."""
+        with self.state.gradients_lock:
+            if self._late is not None and self._has_room_to_keep(master):
+                kind = self.state.kind.dlpack_type, self.state.ordinal
+                stream, nbytes = self.state.stream(), tensor_bytes(layer.masters.present[0])
+                capsule = self.state.engine.keep(layer.member, stream, 0, nbytes, *kind)
+                self._used[layer.unit] = capsule
+
+    def _has_room_to_keep(self, master: Tensor) -> bool:
+        """Count the copy of a master among those that are kept, where that leaves enough room.
 
         Of a unit of several layers the others may be used next.
         """
         home = self._homes.get(id(master))
         if home is None or len(home.places) != 1:
-            return
+            return False
         ((layer, _),) = home.places
         unit, state = layer.unit, self.state
-        if unit in self._rewritten or len(state.stamps.get(unit, ())) != 1:
-            return
+        if unit in self._kept or unit in self._rewritten or len(state.stamps.get(unit, ())) != 1:
+            return False
         nbytes = sum(map(tensor_bytes, layer.masters.present))
         arena = sum(segment.nbytes for segment in state.segments)
         if (state.kept_bytes + nbytes) * _KEPT_OF_ARENA > arena:
-            return
-        state.rewrite(unit, self)
+            return False
         self._kept[unit] = nbytes
         state.kept_bytes += nbytes
+        return True
+
+    def _keep_copy(self, master: Tensor) -> None:
+        """Keep the copy that backward has used until it is stepped, if there is one."""
+        home = self._homes.get(id(master))
+        if home is None or not (home.units[0] in self._used or self._has_room_to_keep(master)):
+            return
+        unit, state = home.units[0], self.state
+        state.rewrite(unit, self)
+        self._used.pop(unit, None)
         self._rewrite(home, master)
+        if not self._rewritten[unit]:
+            self._drop_kept(unit)
 
     def _advance(self, optimizer: Any) -> None:
         """Let the states of the latest batch come, and step the one before, whose have."""
@@ -250,7 +273,10 @@ class InBackward(Stepper):
             self._was_dropped = True
             self._taken.clear()
         self._left = []
+        if self._late is not None:
+            self.state.n_stepping -= 1
         self._late = self._running = None
+        self._used.clear()
         self._stream = contextlib.nullcontext()
         with contextlib.suppress(OffloadError):
             self._arrive()

@@ -860,10 +860,10 @@ class Stepper:
             if home is None:  # of a Parameter that stays on the device
                 return value
             if hasattr(value, "__tensor_flatten__"):
-                before = former if type(former) is type(value) else None
+                parts = former if type(former) is type(value) else None
 
                 def part_home(name: str, part: Any) -> Any:
-                    return self._state_home(part, getattr(before, name, None), home)
+                    return self._state_home(part, getattr(parts, name, None), home)
 
                 return _rebuilt(value, part_home)
             if not _is_plain(value):

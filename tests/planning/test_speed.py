@@ -373,9 +373,10 @@ def test_what_a_full_training_takes_and_moves() -> None:
     early = replace(full, host=host, storage=replace(fit.storage, recipe=recipe))
     found = speed_of(step, early, CARD)
     assert (found.optimizer, found.why) == ("in backward, on the device", "")
-    stepped = 3 * gib - arena + 4 * gib - arena + 8 * gib
+    stepped = 3 * gib - arena + 8 * gib
     assert (found.h2d_bytes, found.d2h_bytes) == (forward + stepped, 12 * gib)
-    assert found.bound_s == pytest.approx((forward + stepped) / 21e9)
+    assert stepped < 12 * gib
+    assert found.bound_s == pytest.approx((forward + 12 * gib) / 21e9)
     unknown = speed_of(replace(step, why="no forward"), early, CARD)
     assert unknown == Speed(
         h2d_bytes=found.h2d_bytes,
@@ -449,9 +450,9 @@ def test_a_full_training_moves_and_takes_what_the_engine_does(rounds: int) -> No
         stepping.BATCH_BYTES, in_backward._KEPT_OF_ARENA = before
     there, home = (after - before for after, before in zip(*moved[:1:-1], strict=True))
     # A place holds a whole layer, and one is brought ahead: at most two layers more in each of the
-    # forwards, the backwards and the step.
+    # forwards, the backwards and the step. In backward the first layer's copy is not kept.
     phases, layer = 2 if early else 2 * rounds + 1, width * width * 4
-    assert 0 <= there - planned.h2d_bytes <= 2 * phases * layer
+    assert 0 <= there - planned.h2d_bytes <= (2 * phases + early) * layer
     assert home == pytest.approx(planned.d2h_bytes, rel=1e-3)
     seconds = times[-1] - times[-2]
     assert planned.step_s == pytest.approx(seconds, rel=0.1)
