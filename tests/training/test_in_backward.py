@@ -580,6 +580,82 @@ def test_a_weight_that_is_used_again_in_the_same_backward_is_the_stepped_one(dev
         assert len(seen) == 2
 
 
+class WithTable(nn.Module):
+    """A table whose rows are used last, and so stepped first."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(5))
+        self.table = nn.Embedding(512, 32)
+
+    def forward(self, x, rows, look=None):
+        for layer in self.layers:
+            x = layer(x).tanh()
+            if look is not None:
+                x.register_hook(look)
+        return x + self.table(rows)
+
+
+def test_rows_that_are_read_in_the_same_backward_are_whole(sim, small_batches):
+    """The device reads a table where it lies, before it is stepped or once that is home."""
+    if small_batches == "together":
+        pytest.skip("nothing is stepped early")
+    sim.slow_link(0.001)
+    managed, rows = WithTable(), torch.tensor([3, 1, 2, 0])
+    with attached(managed, "cpu") as manager:
+        assert len(manager.layers) == 6
+        optimizer, seen = streamed(torch.optim.SGD(managed.parameters(), lr=0.1)), []
+
+        def look(gradient):
+            with torch.no_grad():
+                seen.append(managed.table(rows).clone())
+
+        for _ in range(3):
+            seen.clear()
+            before = managed.table(rows).detach().clone()
+            managed(torch.ones(4, 32).requires_grad_(), rows, look).square().sum().backward()
+            optimizer.step()
+            after = managed.table(rows).detach().clone()
+            assert len(seen) == 5 and not torch.equal(before, after)
+            assert torch.equal(seen[0], before) and torch.equal(seen[-1], after)
+            assert all(torch.equal(s, before) or torch.equal(s, after) for s in seen)
+
+
+def test_a_use_that_no_gradient_follows_ends_with_the_backward(device, monkeypatch, small_batches):
+    """A hook sees the gradient: the copy that was kept for its step is not stepped."""
+    if small_batches == "together":
+        pytest.skip("in units of their own")
+    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 1)
+    managed = wide()
+    resident = copy.deepcopy(managed).to(device)
+    models = managed, resident
+    with attached(managed, device, offload_percent=0.5) as manager:
+        for model in models:
+            model[7].weight.register_hook(lambda gradient: 2 * gradient)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        streamed(optimizers[0])
+        kept = []
+        own = in_backward.InBackward.keep
+
+        def keep(stepper, layer, master):
+            own(stepper, layer, master)
+            kept.append(layer.unit in stepper._used)
+
+        monkeypatch.setattr(in_backward.InBackward, "keep", keep)
+        for number in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                torch.manual_seed(number)
+                model(torch.randn(4, 128).to(device).requires_grad_()).square().mean().backward()
+                if model is managed:
+                    assert not any(pins for *_, pins in manager.state.engine.residents())
+                    assert manager.state.kept_bytes == manager.state.n_stepping == 0
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_alike(models, optimizers)
+        assert any(kept)
+
+
 @pytest.mark.parametrize("percent", [0.0, 0.5], ids=["all", "half"])
 def test_what_backward_has_used_is_what_is_stepped(device, monkeypatch, percent, small_batches):
     """The link brings a weight once for forward and once for backward, and states once."""
