@@ -329,6 +329,14 @@ class DeviceState:
         for stepper in self.rewritten.get(unit, ()):
             stepper.await_home(unit)
 
+    def give_up_copies(self) -> bool:
+        """Step no copy where it lies from here on: a unit has no place; say whether there was one.
+
+        What is to be stepped comes from the masters instead.
+        """
+        steppers = {stepper for row in list(self.rewritten.values()) for stepper in row}
+        return any(stepper.give_up_copies() for stepper in steppers)
+
     def end_rewrites(self, stepper: Any) -> None:
         """All that `stepper` has sent is home."""
         with self.lock:

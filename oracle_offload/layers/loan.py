@@ -109,7 +109,9 @@ class Borrower(Leaf):
         except NoRoomError as error:
             if begun:
                 raise
-            raise no_room_error(f"no room for layer '{self.name}': {error}") from error
+            if not state.give_up_copies():
+                raise no_room_error(f"no room for layer '{self.name}': {error}") from error
+            return self.lend(kind, task, seconds, dtype, compute)
         if kind == BACKWARD:
             raise StaleWeightsError(
                 f"the weight of managed layer '{self.name}' was replaced by another thread while "

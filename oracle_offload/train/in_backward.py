@@ -249,6 +249,14 @@ class InBackward(Stepper):
                 self._end_rewrite(unit, is_right=True)
                 self._drop_kept(unit)
 
+    def give_up_copies(self) -> bool:
+        """`await_home` of all units; return whether there was one."""
+        with self.state.gradients_lock:
+            units = list(self._rewritten)
+            for unit in units:
+                self.await_home(unit)
+            return bool(units)
+
     @torch.no_grad()
     def end(self) -> None:
         """Step what was taken and is not stepped: the graph task ends."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import sys
 import time
 
@@ -824,6 +825,43 @@ def row_step(models, optimizers, number, between=None):
         for optimizer in own:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "checkpointed"),
+    [([32, 8, 32, 64, 32, 32, 32, 32], True), ([64, 32, 32, 8, 8, 64, 8, 32], False)],
+)
+def test_where_a_unit_has_no_place_copies_that_wait_to_be_stepped_are_given_up(
+    device, monkeypatch, small_batches, sizes, checkpointed
+):
+    """An arena at its floor, and a batch that is not full before the end."""
+    if small_batches == "together":
+        pytest.skip("in units of their own")
+    monkeypatch.setattr(stepping, "BATCH_BYTES", 1 << 30)
+    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 1)
+    managed = nn.Sequential(*(nn.Linear(*each) for each in itertools.pairwise(sizes)))
+    models = managed, copy.deepcopy(managed).to(device)
+    with attached(managed, device, offload_percent=1.0) as manager:
+        assert len({layer.unit for layer in manager.layers}) == len(sizes) - 1
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+        streamed(optimizers[0])
+        given, own = [], manager.state.give_up_copies
+        monkeypatch.setattr(
+            manager.state, "give_up_copies", lambda: given.append(own()) or given[-1]
+        )
+        for number in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                x = torch.randn(4, sizes[0], generator=torch.Generator().manual_seed(number))
+                x = x.to(device).requires_grad_()
+                for layer in model:
+                    x = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+                x.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_alike(models, optimizers)
+        assert given and all(given)
+        assert not any(pins for *_, pins in manager.state.engine.residents())
+        assert not manager.state.kept_bytes
 
 
 def assert_same_row(models):
