@@ -20,6 +20,7 @@ import oracle_offload
 from oracle_offload import DriverError, OffloadError, accumulate
 from oracle_offload import manager as manager_of
 from oracle_offload.engine import simulator
+from oracle_offload.model.witness import Witness
 from oracle_offload.train import in_backward, stepping, stream_optimizer
 
 WEIGHT = 4 * 32 * 32
@@ -862,6 +863,24 @@ def test_where_a_unit_has_no_place_copies_that_wait_to_be_stepped_are_given_up(
         assert given and all(given)
         assert not any(pins for *_, pins in manager.state.engine.residents())
         assert not manager.state.kept_bytes
+
+
+def test_the_witness_lets_a_step_in_backward_copy_what_is_not_locked(device):
+    managed, resident, make = build(device, OPTIMIZERS["adamw"])
+    with attached(managed, device, lock="never") as manager:
+        assert len(manager.layers) == 4
+        models = managed, resident
+        optimizers = [make(list(model.parameters())) for model in models]
+        streamed(optimizers[0])
+        for number in range(2):
+            with Witness() as witness:
+                backward(managed, number, device)
+            assert witness.arena_reads
+            backward(resident, number, device)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_alike(models, optimizers)
 
 
 def assert_same_row(models):
