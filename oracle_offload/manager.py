@@ -191,11 +191,14 @@ class MemoryManager:
 
     def _forget_copies(self) -> None:
         self.state.engine.refresh(self.attachment.model)
+        self.state.norms.clear()
         self.attachment.take_over()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[bool]:
         """Write to weights in a ``with`` block: in place, by ``.data``, from numpy.
+
+        Of an optimizer that is streamed, to gradients as well: see `stream_optimizer`.
 
         A copy that a forward has queued may read a weight after that forward has returned, and
         nothing sees a write through a tensor that somebody kept. At its entry the block waits for

@@ -252,6 +252,7 @@ class DeviceState:
         """Undo `join`."""
         with self.lock:
             self.listeners = tuple(other for other in self.listeners if other is not listener)
+            self.norms.clear()
 
     def counters(self, stats: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the engine's counters, or `stats` that were asked of it, and "now_s"."""

@@ -146,7 +146,7 @@ class Late:
         """Let `source` go to `host`; what of it is queued later on `stream` may be freed."""
         engine = self._state.engine
         nbytes = tensor_bytes(source)
-        of = norms.as_it_leaves(self._state, source, self.is_scaled)
+        of = norms.as_it_leaves(self._state, master, source, self.is_scaled)
         self._state.time.flush(stream)
         ticket = engine.trip_home(host.data_ptr(), source.data_ptr(), nbytes, stream)
         before = self._flights.pop(id(master), None)

@@ -1,9 +1,13 @@
 """Norms of gradients with the device's bits: computed there, as the gradients leave for the host.
 
 torch's clipping runs as it is, over stand-ins on the device for the gradients of managed weights,
-and is told their norms: so it sums them in the order of a resident model. A norm is known where
-the gradient has not been written to since it came home, by its version and by samples of its bytes;
-else the gradient is brought to the device once more. Which norms are wanted the first call tells.
+and is told their norms: so it sums them in the order of a resident model. Each gradient is brought
+to the device once more: no version and no sample tells surely of a write through ``.data``, and to
+read all bytes takes longer than to copy them.
+
+Of a weight whose optimizer is streamed the norm is computed as its gradient leaves: who streams it
+says of such writes (`Manager.writing`). It is known until a version, samples, or a norm that is not
+finite tell of another write. Which norms are wanted the first call tells.
 """
 
 from __future__ import annotations
@@ -59,12 +63,15 @@ def _norm(gradient: Tensor, how: _How) -> Tensor:
     return norm
 
 
-def as_it_leaves(state: DeviceState, gradient: Tensor, is_scaled: bool) -> dict[Any, Tensor]:
+def as_it_leaves(
+    state: DeviceState, master: Tensor, gradient: Tensor, is_scaled: bool
+) -> dict[Any, Tensor]:
     """Return the norms that are wanted of a gradient on the device.
 
-    None where a `GradScaler` has scaled it: what undoes that bumps no version.
+    None where nothing answers for all writes, or a `GradScaler` has scaled it: what undoes that
+    bumps no version.
     """
-    if not state.wanted_norms or is_scaled:
+    if not state.wanted_norms or is_scaled or not state.is_streamed(master):
         return {}
     with torch.no_grad():
         return {how: _on_device(state, gradient, how) for how in list(state.wanted_norms)}
@@ -80,7 +87,7 @@ def _on_device(state: DeviceState, gradient: Tensor, how: _How) -> Tensor:
 def note(state: DeviceState, master: Tensor, norms: dict[Any, Tensor]) -> None:
     """Remember the norms of what ``.grad`` is from now on."""
     gradient = master.grad
-    if norms and gradient is not None:
+    if norms and gradient is not None and not gradient.is_inference():  # which has no version
         known = _Known(weakref.ref(gradient), gradient._version, _sampled(gradient), norms)
         state.norms[id(master)] = known
     else:
@@ -118,13 +125,14 @@ class _Answers(TorchFunctionMode):
     def _norm(self, gradient: _Gradient, how: _How) -> Tensor:
         """Return a norm on the device, which as gradients leave is computed from now on."""
         state = gradient.state
-        if how not in state.wanted_norms:
+        if how not in state.wanted_norms and how[1] == how[1]:
             patch(step_scalars.watch_scalers)
             state.wanted_norms.add(how)
         known = state.norms.get(gradient.master)
         if known is not None and how in known.norms and known.is_of(gradient.host):
             found: Tensor = known.norms[how]
-            return found
+            if found.isfinite():  # else code may have replaced the few elements that are not
+                return found
         return _on_device(state, self._brought(state, gradient.host), how)
 
     def _brought(self, state: DeviceState, host: Tensor) -> Tensor:
@@ -199,6 +207,8 @@ def rewrap(
 def _told(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # nothing stands for a tensor there
+            return own(tensors, *args, **kwargs)
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         managed = _managed(tensors)
         if not managed:

@@ -24,8 +24,10 @@ def stream_optimizer(optimizer: Any, *, step: str = "device", during_backward: b
     and sends Parameters and states home, both at once; hooks, closures, `GradScaler` and schedulers
     see one step. Its ``state_dict`` is what it was, and loads in plain torch.
 
-    Copies of what it steps stay on the device, as those of frozen weights: code that writes a few
-    elements by hand, through ``.data`` or numpy, does so in ``with manager.writing():``.
+    Copies of what it steps stay on the device, as those of frozen weights, and so do the norms of
+    gradients that `torch.nn.utils.clip_grad_norm_` asks for. Neither is sure to see a write through
+    ``.data`` or numpy to a few elements of a weight, or of its gradient between backward and
+    clipping: code that makes one does so in ``with manager.writing():``.
 
     Parameters
     ----------

@@ -91,6 +91,8 @@ def test_a_gradient_that_was_written_to_is_brought_anew(device, write):
         pytest.skip("torch's kernel is not there for this type of device")
     models = managed, _ = pair(device)
     with attached(managed, device) as manager:
+        optimizer = stream_optimizer(torch.optim.SGD(managed.parameters(), lr=0.1))
+        assert optimizer is not None
         for number in range(2):
             for model in models:
                 model.zero_grad()
@@ -104,10 +106,95 @@ def test_a_gradient_that_was_written_to_is_brought_anew(device, write):
             assert after - before == (4 * 32**2 if number else MANAGED)
 
 
+def write_few(model, manager):
+    model.body[1].weight.grad.data[1, 1] = 9.0  # between samples: of every 16 elements one
+
+
+def write_few_and_say_so(model, manager):
+    with manager.writing():
+        write_few(model, manager)
+
+
+def clamp(model, manager):
+    model.body[1].weight.grad.data.clamp_(-9.0, 9.0)
+
+
+UNSEEN = {
+    "plain": (False, write_few),
+    "plain clamp": (False, clamp),
+    "in a block": (True, write_few_and_say_so),
+    "overflow": (True, clamp),
+}
+
+
+@pytest.mark.parametrize("way", UNSEEN)
+def test_few_elements_that_code_writes_by_data_count(device, way):
+    """No sample sees them; where an optimizer is streamed, its code says of such writes."""
+    is_streamed, write = UNSEEN[way]
+    models = managed, _ = pair(device)
+    with attached(managed, device) as manager:
+        optimizer = torch.optim.SGD(managed.parameters(), lr=0.1)
+        if is_streamed:
+            stream_optimizer(optimizer)
+        for number in range(3):
+            totals = []
+            for model in models:
+                model.zero_grad()
+                x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number)).to(device)
+                y = model.body[1](x)
+                y[:, 1:].square().mean().backward()
+                if write is clamp:
+                    x = torch.zeros(4, 32)
+                    x[0, 1] = 1.0
+                    (1e30 * model.body[1](x.to(device))[0, 1]).backward()
+                gradient = model.body[1].weight.grad
+                sampled = norms._sampled(gradient)
+                assert sampled.any()
+                write(model, manager)
+                assert_same(norms._sampled(gradient), sampled)
+                totals.append(total_norm([gradient]).cpu())
+            assert_same(*totals)
+
+
+def test_compiled_clipping_is_torchs_own(device):
+    """Nothing stands for a gradient there; the host sums."""
+    models = managed, _ = pair("cpu")
+    with attached(managed, device):
+        for model in models:
+            backward(model, 0, device if model is managed else "cpu")
+        models[1].load_state_dict(managed.state_dict())
+        for one, other in zip(managed.parameters(), models[1].parameters(), strict=True):
+            other.grad = one.grad.cpu().clone()
+        clip = torch.compile(total_norm, backend="eager")
+        own = [p for layer in managed._memory_manager.layers for p in layer.masters.present]
+        found = clip([p.grad for p in own])
+        assert found > 0
+        managed._memory_manager.detach()
+        assert_same(found, total_norm([p.grad for p in own]))
+
+
+def test_a_backward_in_inference_mode_leaves_no_norms(device):
+    """Its gradients have no version."""
+    managed, _ = pair(device)
+    with attached(managed, device) as manager:
+        optimizer = stream_optimizer(torch.optim.SGD(managed.parameters(), lr=0.1))
+        for number in range(2):
+            optimizer.zero_grad()
+            loss = managed(torch.randn(4, 32).to(device).requires_grad_()).square().mean()
+            with torch.inference_mode(number == 1):
+                loss.backward()
+            total = total_norm([p.grad for p in managed.parameters()])
+            assert total.isfinite() and total > 0
+        assert managed.first.weight.grad.is_inference()
+        assert manager.state.wanted_norms and not manager.state.norms
+
+
 def test_samples_of_zeros_are_not_trusted(device):
     """A table's gradient is zero but in few rows, which samples miss."""
     models = managed, _ = pair(device)
     with attached(managed, device):
+        optimizer = stream_optimizer(torch.optim.SGD(managed.parameters(), lr=0.1))
+        assert optimizer is not None
         for number in range(3):
             totals = []
             for model in models:
@@ -152,6 +239,7 @@ def test_scaled_gradients_are_not_known(device):
     with attached(managed, device) as manager:
         scalers = [torch.amp.GradScaler(torch.device(device).type) for _ in models]
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        stream_optimizer(optimizers[0])
         for number in range(3):
             (before,) = counted(manager, "brought_bytes")
             totals = []
@@ -162,12 +250,13 @@ def test_scaled_gradients_are_not_known(device):
                 assert not manager.state.norms
                 scaler.unscale_(optimizer)
                 totals.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+                if model is managed:
+                    (after,) = counted(manager, "brought_bytes")
+                    assert after - before == MANAGED
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
             assert_same(*(total.cpu() for total in totals))
-            (after,) = counted(manager, "brought_bytes")
-            assert after - before == MANAGED
 
 
 def test_what_is_not_managed_is_torchs_own(device, monkeypatch):
