@@ -11,6 +11,7 @@ from .formats import format_of
 from .linear import LinearLayer
 from .loan import Layer
 from .quantised import QuantisedLayer
+from .swap import unanswered
 
 KINDS: list[type[Layer]] = [
     LinearLayer,
@@ -30,5 +31,7 @@ def layer_type(module: nn.Module) -> type[Layer] | None:
     found = next((kind for kind in KINDS if kind.computes(type(module))), None)
     if found is None or type(module).forward is found.base_forward:
         return found
+    if unanswered(type(module)) is getattr(found, "base", None):
+        return None  # somebody has replaced torch's own forward
     # A forward of its own may compute with Parameters of its own: all are lent to it then.
     return found if module._parameters.keys() <= {*found.names} else None

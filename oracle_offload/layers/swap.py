@@ -87,12 +87,13 @@ def call(layer: Any, x: Tensor) -> Any:
 def managed_class(base: Any, below: Any) -> Any:
     """Return the subclass of `base` whose forward borrows its weights; one per base, same name.
 
-    `below`: see `Leaf.stands_below`.
+    `below`: see `Leaf.stands_below`. A forward that somebody gives `base` later reads its weights.
     """
+    known = base.forward
 
     def forward(self: Any, input: Tensor) -> Tensor:
         layer = self.__dict__.get(HANDLE)
-        if layer is None:
+        if layer is None or (base.forward is not known and hasattr(layer, "base_forward")):
             return cast("Tensor", base.forward(self, input))
         if torch.compiler.is_dynamo_compiling():
             return cast("Tensor", layer.traced(self, input))
@@ -104,16 +105,16 @@ def managed_class(base: Any, below: Any) -> Any:
 
 
 @functools.cache
-def answering_class(base: Any) -> Any:
+def answering_class(base: Any, known: Any) -> Any:
     """Return the class that stands between `base` and a managed class with a forward of its own.
 
     It answers where that asks ``super()``: Bart's and Gemma's embeddings scale the rows, Wan's
-    causal convolution pads its input.
+    causal convolution pads its input. `known` is the forward of `base` that it stands for.
     """
 
     def forward(self: Any, input: Tensor) -> Tensor:
         layer = self.__dict__.get(HANDLE)
-        if layer is None:
+        if layer is None or base.forward is not known:
             return cast("Tensor", base.forward(self, input))
         if torch.compiler.is_dynamo_compiling():
             return cast("Tensor", layer.traced(self, input))
@@ -130,9 +131,9 @@ def lending_class(base: Any, around_call: bool) -> Any:
     `around_call`: for as long as a call takes, whatever stands in ``module.forward``.
     """
 
-    def lending(inner: Callable[..., Any]) -> Callable[..., Any]:
+    def lending(name: str) -> Callable[..., Any]:
         def lend(self: Any, *args: Any, **kwargs: Any) -> Any:
-            leaf = self.__dict__.get(HANDLE)
+            leaf, inner = self.__dict__.get(HANDLE), getattr(base, name)
             if leaf is None:
                 return inner(self, *args, **kwargs)
             return leaf.lend_to(functools.partial(inner, self, *args, **kwargs))
@@ -140,13 +141,13 @@ def lending_class(base: Any, around_call: bool) -> Any:
         return outside(lend)
 
     def method_of(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        lend = lending(inner)
+        lend = lending(name)
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
                 leaf = self.__dict__.get(HANDLE)
                 if leaf is None:
-                    return inner(self, *args, **kwargs)
+                    return getattr(base, name)(self, *args, **kwargs)
                 return leaf.traced(self, name, lend, args, kwargs)
             return lend(self, *args, **kwargs)
 
@@ -154,7 +155,7 @@ def lending_class(base: Any, around_call: bool) -> Any:
         return method
 
     if around_call:
-        return _derive(base, {"__call__": lending(base.__call__)})
+        return _derive(base, {"__call__": lending("__call__")})
     # A parent may call another method of that kind: ``experts.forward_routed(...)``; and others
     # begin with one of transformers' that computes with the model's own Parameters.
     others = (name for name in dir(base) if _OTHER_ENTRY.fullmatch(name))

@@ -254,7 +254,7 @@ class WithInherited(Traced):
     def stands_below(cls, module_class: Any) -> Any:
         """Return the class that answers, where the module's class has a forward of its own."""
         inherits = module_class.forward is cls.base_forward
-        return None if inherits else answering_class(cls.base)
+        return None if inherits else answering_class(cls.base, cls.base_forward)
 
 
 # ---- what the operators run ----

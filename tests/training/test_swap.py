@@ -78,6 +78,35 @@ def result(module: nn.Module, x: Tensor) -> Tensor:
     return y[0] if isinstance(y, tuple) else y
 
 
+@pytest.mark.parametrize("which", ["linear", "convolution", "table"])
+def test_the_forward_that_its_class_has_computes_whenever_that_came(
+    which: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries replace the forward of a class, while a model of it is attached, or in between."""
+    make, shape = MODULES[which]
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(make(), nn.Tanh()))
+    kind = type(managed[0])
+    own: Any = kind.forward
+
+    def step(model: nn.Module) -> list[Tensor]:
+        x = torch.randn(shape).to(device).requires_grad_()
+        y = model(x)
+        y.square().mean().backward()
+        assert x.grad is not None
+        return [y.detach(), x.grad]
+
+    for _ in range(2):
+        with attached(managed, device, offload_percent=1.0) as manager:
+            assert manager.layers[0].name == "0"
+            assert_models_agree(managed, resident, step, steps=1, device=device)
+            with monkeypatch.context() as patch:
+                patch.setattr(kind, "forward", lambda module, x: own(module, x * 2) * 3)
+                assert_models_agree(managed, resident, step, steps=1, device=device)
+            assert_models_agree(managed, resident, step, steps=1, device=device)
+        monkeypatch.setattr(kind, "forward", lambda module, x: own(module, x.sin()))
+
+
 def test_a_managed_class_is_a_subclass_by_the_same_name(module: Any) -> None:
     made, kind, _, _ = module
     now = type(made)
