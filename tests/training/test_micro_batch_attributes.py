@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import contextvars
 import copy
 import functools
 import re
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from equality import assert_same, attached, gradients
@@ -30,6 +33,54 @@ class Kind:
     scale = 1.0
 
 
+class Slots:
+    __slots__ = ("inner", "scale")
+
+    def __init__(self, inner=None):
+        self.scale, self.inner = 1.0, inner
+
+
+class Mapping(dict):
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+class Asked:
+    """What code reads of it by calls alone."""
+
+    store = {}  # noqa: RUF012
+
+    def __init__(self):
+        self._scale = 1.0
+
+    @property
+    def scale(self):
+        return self._scale
+
+    def read(self):
+        return self._scale
+
+    @classmethod
+    def stored(cls):
+        return cls.store.get("scale", 1.0)
+
+    class Inner:
+        scale = 1.0
+
+
+def given(options={"scale": 1.0}):  # noqa: B006
+    return options["scale"] * given.scale
+
+
+given.scale = 1.0
+slots, deep = Slots(), SimpleNamespace(inner=Slots(SimpleNamespace(scale=1.0)))
+queue, mapping, counter = collections.deque([1.0]), Mapping(scale=1.0), collections.Counter(scale=1)
+user, parts, array = collections.UserDict(scale=1.0), ([1.0], {"scale": [1.0]}), numpy.ones(1)
+asked, other = Asked(), Asked()
+bound, part = other.read, functools.partial(lambda options: options["scale"], {"scale": 1.0})
+variable = contextvars.ContextVar("variable", default=1.0)
+tensor = torch.ones(())
+
+
 def closed():
     around = 1.0
 
@@ -47,7 +98,14 @@ read_around, write_around = closed()
 
 
 def at_level(x):
-    return x * level * levels[0] * Kind.scale * read_around()
+    return x * level * levels[0] * Kind.scale * read_around() * in_other_places()
+
+
+def in_other_places():
+    of_objects = slots.scale * deep.inner.inner.scale * asked.scale * bound() * Asked.stored()
+    of_containers = queue[0] * mapping.scale * counter["scale"] * user["scale"] * float(array[0])
+    of_tuples = parts[0][0] * parts[1]["scale"][0]
+    return of_objects * of_containers * of_tuples * given() * part() * Asked.Inner.scale
 
 
 class Twice(torch.autograd.Function):
@@ -223,6 +281,144 @@ HELD = {
     "'parts' of Net": lambda model, value: model.options.parts.__setitem__(0, value),
     "'held' of Block": set_in_blocks,
 }
+
+
+OTHER_PLACES = {
+    "'scale' of Slots": lambda value: setattr(slots, "scale", value),
+    "'scale' of SimpleNamespace": lambda value: setattr(deep.inner.inner, "scale", value),
+    f"'queue' of {__name__}": lambda value: queue.__setitem__(0, value),
+    f"'mapping' of {__name__}": lambda value: setattr(mapping, "scale", value),
+    f"'counter' of {__name__}": lambda value: counter.update(scale=value - counter["scale"]),
+    f"'data' of {__name__}": lambda value: user.update(scale=value),
+    f"'array' of {__name__}": lambda value: array.__setitem__(0, value),
+    f"'parts' of {__name__}": lambda value: parts[1]["scale"].__setitem__(0, value),
+    "'_scale' of Asked": lambda value: setattr(asked, "_scale", value),
+    f"'bound' of {__name__}": lambda value: setattr(other, "_scale", value),
+    "'store' of Asked": lambda value: Asked.store.update(scale=value),
+    "'scale' of Inner": lambda value: setattr(Asked.Inner, "scale", value),
+    f"'given' of {__name__}": lambda value: given.__defaults__[0].update(scale=value),
+    f"'given' of {__name__} ": lambda value: setattr(given, "scale", value),
+    f"'part' of {__name__}": lambda value: part.args[0].update(scale=value),
+}
+
+
+def leave_as_before():
+    for put in OTHER_PLACES.values():
+        put(1.0)
+
+
+@pytest.mark.parametrize("run", ["nonreentrant", "other"])
+def test_what_code_finds_in_other_places_is_each_micro_batchs(device, run):
+    """In slots, queues, arrays, tuples, what functions are given; and what is asked by a call."""
+
+    def step(model, x):
+        for number, put in enumerate(OTHER_PLACES.values()):
+            put(1.0 + number_of(x) * number / 100)
+        y = model(x.requires_grad_())
+        leave_as_before()
+        return y.square().mean()
+
+    is_as_the_loop(*pair(run), device, step, own=[])
+
+
+@pytest.mark.parametrize("name", OTHER_PLACES)
+def test_what_is_left_in_other_places_is_refused_by_name(device, name):
+    model, _ = pair("plain")
+
+    def step(x):
+        OTHER_PLACES[name](number_of(x))
+        return loss_of(model, x)
+
+    try:
+        with streamed(model, device):
+            with pytest.raises(OffloadError, match=f"leave different {re.escape(name.strip())}:"):
+                accumulate(step, inputs(device))
+            assert in_other_places() == 1.0, "all is as it was before"
+    finally:
+        leave_as_before()
+
+
+def hooked(model, x):
+    scale = number_of(x)
+    handle = model.blocks[2].register_forward_hook(lambda module, given, y: y * scale)
+    loss = loss_of(model, x)
+    handle.remove()
+    return loss
+
+
+def hooked_everywhere(model, x):
+    scale = number_of(x)
+    hook = torch.nn.modules.module.register_module_forward_hook
+    with hook(lambda module, given, y: y * scale if isinstance(module, Block) else None):
+        return loss_of(model, x)
+
+
+def replaced_in_the_class(model, x):
+    scale, own = number_of(x), Block.forward
+    Block.forward = lambda block, x: own(block, x) * scale
+    try:
+        return loss_of(model, x)
+    finally:
+        Block.forward = own
+
+
+def replaced_in_an_instance(model, x):
+    scale, block = number_of(x), model.blocks[1]
+    own = block.forward
+    block.forward = lambda x: own(x) * scale
+    loss = loss_of(model, x)
+    del block.forward
+    return loss
+
+
+def partly_frozen(model, x):
+    model.blocks[1].requires_grad_(number_of(x) > 1.0)
+    loss = loss_of(model, x)
+    model.blocks[1].requires_grad_(True)
+    return loss
+
+
+@pytest.mark.parametrize(
+    "step",
+    [hooked, hooked_everywhere, replaced_in_the_class, replaced_in_an_instance, partly_frozen],
+)
+def test_what_a_step_puts_on_modules_is_its_micro_batchs(device, step):
+    assert len({number_of(x) > 1.0 for x in inputs(device)}) == 2
+    is_as_the_loop(*pair("plain"), device, step, own=[])
+
+
+def test_a_tensor_that_is_written_in_place_is_refused_by_name(device):
+    def sets(net, x):
+        net.options.tensor.fill_(number_of(x))
+        net.scale = net.options.tensor.item()
+        net.options.tensor.fill_(1.0)
+        net.scale = 1.0
+
+    model, resident = pair("nonreentrant", sets)
+    model.options.tensor = resident.options.tensor = torch.ones(())
+    refused = pytest.raises(OffloadError, match="leave different 'tensor' of Net")
+    with streamed(model, device), refused:
+        accumulate(functools.partial(loss_of, model), inputs(device))
+
+
+@pytest.mark.parametrize("run", ["reentrant", "nonreentrant"])
+def test_a_backward_finds_the_context_variables_that_its_step_has_left(device, run):
+    """But where backward has a thread of its own, which has none of them in the loop either."""
+
+    class Varying(Block):
+        def forward(self, x):
+            return super().forward(x) * variable.get()
+
+    def step(model, x):
+        variable.set(number_of(x))
+        return loss_of(model, x)
+
+    model, _ = pair(run)
+    for block in model.blocks:
+        block.__class__ = Varying
+    resident = copy.deepcopy(model)
+    contextvars.copy_context().run(is_as_the_loop, model, resident, device, step, [])
+    assert variable.get() == 1.0
 
 
 @pytest.mark.parametrize("run", ["nonreentrant", "nested"])

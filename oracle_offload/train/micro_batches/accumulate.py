@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from ...engine.engines import open_states
 from ...engine.geometry import count_writes
@@ -209,6 +211,7 @@ class _Accumulation:
         self._apply = Function.__dict__["apply"]
         self._set_attribute = nn.Module.__setattr__
         self._begin_frame = _CheckpointFrame.__init__
+        self._begin_hook = RemovableHandle.__init__
         self._again: _MicroBatch | None = None  # whose attributes backward has now
         self._ended_hook = torch.compiler.disable(self._grain_ended)
         self._current: _MicroBatch | None = None  # that computes now
@@ -269,6 +272,7 @@ class _Accumulation:
             self._end_whole(failed=kind is not None)
 
         set_attribute, begin_frame = self._set_attribute, self._begin_frame
+        begin_hook = self._begin_hook
 
         def attribute_set(module: nn.Module, name: str, value: Any) -> None:
             if torch.compiler.is_dynamo_compiling() or not self._is_interleaved:
@@ -278,6 +282,12 @@ class _Accumulation:
             set_attribute(module, name, value)
             if self._here() is not None:
                 self._states.places.written(module, name, before)
+
+        def hook_begins(handle: Any, hooks: Any, **more: Any) -> None:
+            of_tensor = isinstance(sys._getframe(1).f_locals.get("self"), Tensor)
+            if self._is_interleaved and not of_tensor and self._here() is not None:
+                self._states.places.hooked(hooks)
+            begin_hook(handle, hooks, **more)
 
         def frame_begins(
             frame: Any, recompute: Callable[..., Any], *rest: Any, **more: Any
@@ -295,6 +305,7 @@ class _Accumulation:
         torch.autograd.backward = self._called_backward
         nn.Module.__setattr__ = attribute_set  # type: ignore[method-assign, assignment]
         _CheckpointFrame.__init__ = frame_begins
+        RemovableHandle.__init__ = hook_begins  # type: ignore[assignment]
         Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
         _checkpoint_hook.__enter__ = checkpoint_begins
         _checkpoint_hook.__exit__ = checkpoint_ends
@@ -307,12 +318,13 @@ class _Accumulation:
             Function.apply = self._apply  # type: ignore[method-assign]
             nn.Module.__setattr__ = self._set_attribute  # type: ignore[method-assign]
             _CheckpointFrame.__init__ = self._begin_frame
+            RemovableHandle.__init__ = self._begin_hook  # type: ignore[method-assign]
             for name in _CONTEXT & vars(_checkpoint_hook).keys():
                 delattr(_checkpoint_hook, name)
             if self._frames_aside in structure.frames_aside:
                 structure.frames_aside.remove(self._frames_aside)
-            self._remove_hooks()
             self._states.restore(self._ambient)
+            self._remove_hooks()
         if self in _running:
             _running.remove(self)
 
@@ -465,7 +477,7 @@ class _Accumulation:
         self._main = _current_greenlet()
         try:
             self._forwards()
-            self._joint_backward()
+            contextvars.copy_context().run(self._joint_backward)
             for micro_batch in self.micro_batches:
                 while not micro_batch.has_ended:
                     self._go_on(micro_batch)
