@@ -355,9 +355,7 @@ NOTES: dict[str, dict[str, str]] = {
             "torch was built without CUDA, or the driver does not answer: `oracle-offload "
             "doctor` says which."
         ),
-        "CUDA device(s)": (
-            "The index is too high; `CUDA_VISIBLE_DEVICES` renumbers cards from 0."
-        ),
+        "CUDA device(s)": ("The index is too high; `CUDA_VISIBLE_DEVICES` renumbers cards from 0."),
         "device \u2026 was asked for": (
             "The index is too high; `CUDA_VISIBLE_DEVICES` renumbers cards from 0."
         ),
