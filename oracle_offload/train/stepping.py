@@ -365,6 +365,13 @@ def _apart(value: Any, done: dict[int, Any]) -> Any:
         made = value.detach().clone()
     elif isinstance(value, torch.Generator):
         made = value.clone_state()
+    elif hasattr(value, "__dict__") and not isinstance(value, (*_NOT_KEPT, Optimizer)):
+        try:
+            made = done[id(value)] = copy.copy(value)
+        except Exception:  # of whatever its class does for that
+            return value
+        if made is not value:
+            vars(made).update({name: _apart(each, done) for name, each in vars(value).items()})
     else:
         return value
     done[id(value)] = made

@@ -1186,6 +1186,42 @@ def test_auto_steps_on_the_host_what_cannot_be_streamed(sim):
         assert name == "LBFGS" and "on the host: LBFGS cannot be streamed" in how
 
 
+class Counts:
+    def __init__(self):
+        self.steps = 0
+        self.sums = {"first": torch.zeros(2)}
+        self.itself = self
+
+
+class StepsWithAHelper(torch.optim.SGD):
+    """What counts its steps, and sets the rate by that, is an object of its own."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.helper = Counts()
+
+    def step(self, closure=None):
+        self.helper.steps += 1
+        self.helper.itself.sums["first"] += 1
+        return super().step(closure)
+
+
+def test_what_a_refused_optimizer_holds_is_as_it_was(sim):
+    """It steps on the host then, from where it was."""
+    managed = Net()
+    with attached(managed, "cpu"):
+        optimizer = StepsWithAHelper(managed.parameters())
+        helper = optimizer.helper
+        stream_optimizer(optimizer, step="auto")
+        ((_, how),) = oracle_offload.memory_summary("cpu").devices[0].optimizers
+        assert "on the host: StepsWithAHelper cannot be streamed: " in how and "'helper'" in how
+        assert optimizer.helper is helper and helper.itself is helper
+        assert helper.steps == 0 and not helper.sums["first"].any()
+        backward(managed, 0, "cpu")
+        optimizer.step()
+        assert helper.steps == 1
+
+
 def test_places_that_there_are_not_are_refused(sim):
     managed = Net()
     with attached(managed, "cpu"):
