@@ -26,6 +26,10 @@ from c_build import ROOT
 
 FLOORS = {
     "plan.c": 0.9,
+    "forecast.c": 0.9,
+    "stays.c": 0.9,
+    "places.c": 0.9,
+    "fetch.c": 0.9,
     "arena.c": 0.9,
     "engine.c": 0.9,
     "uses.c": 0.9,

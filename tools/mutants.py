@@ -11,7 +11,7 @@ Of every comparison on a line that speaks of a generation, version, reference co
 
 negate          == becomes !=, < becomes >=, and so on
 
-Of every chain of && or ||, in all files but plan.c:
+Of every chain of && or ||, in all files but those of the plan (PLANNING):
 
 drop            one of its terms
 
@@ -26,8 +26,8 @@ What is not a mutant, by rule:
 
 - A number in the length of an array that is declared: nobody reads what is one more. Nor the 1 of
   `return 1;`, which says that something is true.
-- A term dropped in plan.c: a wrong decision there costs a copy that comes late, never a wrong byte
-  (plan.h), and half of its terms bound a search. Its comparisons are mutants as everywhere.
+- A term dropped in a file of the plan: a wrong decision there costs a copy that comes late, never a
+  wrong byte (plan.h), and half of the terms bound a search. Comparisons are mutants as everywhere.
 - A swap is of two whole statements of one block, neither of which carries a label or is a jump
   (moving a call behind a jump deletes it, which is a mutant already).
 - A swap with a statement that only adds to a counter in `stats`, when the call's statement does not
@@ -89,6 +89,7 @@ BOUND = re.compile(r"[,;?:{}]|(?<![<>=!])=(?!=)")
 OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 BOUNDARIES = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 # Files that only calculate, and how many of those mutants are tried of each.
+PLANNING = ("plan.c", "forecast.c", "stays.c", "places.c", "fetch.c")
 CALCULATING = ("codec.c", "codec_portable.c")
 SAMPLE = 70
 # As clang-format writes them: a space on either side tells them from pointers and signs.
@@ -294,7 +295,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
                 yield make(f"{name} with {before[-1]}", match.start(), end, changed)
         yield from swaps(make, name, match.start(), source, parser.found)
 
-    if path.name != "plan.c":
+    if path.name not in PLANNING:
         yield from dropped(make, source, code)
     if path.name in CALCULATING:
         found = sorted(calculated(make, source, code), key=lambda mutant: digest(mutant.key))

@@ -6,11 +6,12 @@
  * the future (Belady's rule), and a fetch never evicts what is needed before it. A wrong prediction
  * costs a late copy, never a wrong result.
  *
- * Each unit has a home in the arena: homes lie in the order of a forward pass, one after the other
- * and around the arena as often as it takes. Training goes forward and back, so the arena then is a
- * window that slides over the weights: what comes in at one end finds its home where the unit that
- * went out of use longest ago was, and units of different sizes leave no holes between them. Where
- * it holds less than two checkpointed blocks, a backward has other places: it piles up its blocks.
+ * Each unit has a place in the arena: places lie in the order of a forward pass, like a tape, one
+ * after the other and around the arena as often as it takes. Training goes forward and back, so the
+ * arena then is a window that slides over the weights: what comes in at one end finds its place
+ * where the unit that went out of use longest ago was, and units of different sizes leave no holes
+ * between them. Where it holds less than two checkpointed blocks, a backward has other places: it
+ * piles up its blocks.
  */
 #ifndef OO_PLAN_H
 #define OO_PLAN_H
@@ -74,8 +75,8 @@ struct oo_block *oo_plan_resident(const struct oo_plan *plan, uint32_t unit);
 int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window);
 /* The next unit worth fetching ahead, and where to. 0: none now. */
 int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *window);
-/* The next unit that has to leave: after samples, or where homes were laid anew, what lies where
- * others have theirs. It has to be dropped. 0: none. */
+/* The next unit that has to leave: after samples, or where the tape was laid again, what lies
+ * where others have their places. It has to be dropped. 0: none. */
 int oo_plan_next_drop(struct oo_plan *plan, uint32_t *unit);
 /* Carry out a placement: the window's occupants stop being resident, the unit is. */
 struct oo_block *oo_plan_take(struct oo_plan *plan, uint32_t unit, const struct oo_window *window);

@@ -215,7 +215,7 @@ static void test_several_segments_are_nearly_as_good_as_one(void) {
         struct oo_plan *plan = plan_of(&m, aligned(capacity / 2));
         const struct outcome half = settle(plan, &m, 3, &moved);
         CHECK(moved == 0, "%d%%: %u units moved", percent, moved);
-        /* The arena grows while training goes on: homes are given anew. */
+        /* The arena grows while training goes on: places are given anew. */
         for (unsigned i = 1; i < 3; i++)
             CHECK(oo_arena_add(oo_plan_arena(plan), (uintptr_t)i << 40, aligned(capacity / 4), 0, 0,
                                &segment) == OO_OK,
@@ -259,8 +259,8 @@ static void test_a_difference_is_nearly_as_good_as_one_segment(void) {
     }
 }
 
-/* The weights of a model that is gone leave no gaps between the homes of the others. */
-static void test_homes_close_up_when_units_are_removed(void) {
+/* The weights of a model that is gone leave no gaps between the places of the others. */
+static void test_places_close_up_when_units_are_removed(void) {
     static struct model m, both;
     unsigned moved;
     flux(&m, 3072, 1);
@@ -393,9 +393,9 @@ static struct step timed_step_in_two(const struct model *m, size_t first, size_t
     return timed_step_of(plan, m);
 }
 
-/* A fetch whose home is free only after other uses waits for it, and all later ones behind it. That
- * costs little as long as all are at home: where one is not, it has taken another's place (up to
- * 1.22 where free room is anybody's). */
+/* A fetch whose place is free only after other uses waits for it, and all later ones behind it.
+ * That costs little as long as all are in place: where one is not, it has taken another's place (up
+ * to 1.22 where free room is anybody's). */
 static void test_a_slow_link_does_not_rest(void) {
     static struct model m;
     double sum = 0;
@@ -416,7 +416,7 @@ static void test_a_slow_link_does_not_rest(void) {
 }
 
 /* What stays in use for a whole forward, as what a model's own forward computes with does, holds
- * nobody up: no homes are there (else up to 1.43, on average 1.14), and who lies in another's
+ * nobody up: no places are there (else up to 1.43, on average 1.14), and who lies in another's
  * leaves (else up to 1.39). */
 static void test_what_stays_in_use_holds_nobody_up(void) {
     static struct model m, backward;
@@ -594,9 +594,9 @@ static void halves(struct oo_plan *plan, const struct model *m, size_t half[2]) 
 
 /* Of many samples between training steps each costs no more than without training. Those that stay
  * are spread once there were many, and at once where there were many the last time; but not where
- * that is known to save no time. They stay where they are while training goes on, and its homes lie
- * behind them: no step after the samples moves more than a ring beyond the least (1.4 times the
- * least where all of them went home). */
+ * that is known to save no time. They stay where they are while training goes on, and its places
+ * lie behind them: no step after the samples moves more than a ring beyond the least (1.4 times the
+ * least where all of them went back). */
 static void many_samples(double seconds_per_byte) {
     static struct model m;
     flux(&m, 3072, 1);
@@ -1240,7 +1240,7 @@ static void test_a_unit_that_is_used_twice_in_a_round(void) {
 
 /* Training that begins after samples leaves those that are spread where they are, too: it learns
  * what a block is from its first backward, and from then on takes hardly more than the least (up to
- * 1.46 of it in the fourth step, and more for ever, while they lay in the homes of others). */
+ * 1.46 of it in the fourth step, and more for ever, while they lay in the places of others). */
 static void test_training_begins_after_samples(void) {
     static struct model m;
     static struct clocks c;
@@ -1274,7 +1274,7 @@ static void test_training_begins_after_samples(void) {
         }
 }
 
-/* Where the arena's segments come or go, those that were spread in it are at home nowhere in
+/* Where the arena's segments come or go, those that were spread in it have no place in
  * particular. */
 static void test_a_segment_goes_after_samples_were_spread(void) {
     static struct model m;
@@ -1676,7 +1676,7 @@ static const struct check_case cases[] = {
     CASE(test_units_created_in_another_order_than_they_run),
     CASE(test_several_segments_are_nearly_as_good_as_one),
     CASE(test_a_difference_is_nearly_as_good_as_one_segment),
-    CASE(test_homes_close_up_when_units_are_removed),
+    CASE(test_places_close_up_when_units_are_removed),
     CASE(test_sampling_does_not_degenerate_to_loading_everything),
     CASE(test_a_slow_link_does_not_rest),
     CASE(test_what_stays_in_use_holds_nobody_up),

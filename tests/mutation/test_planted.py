@@ -73,7 +73,7 @@ BUGS = [
     ),
     Bug(
         "trap 1: the slot of a unit in use is given away",
-        "plan.c",
+        "fetch.c",
         "plan->units[unit].pins ? 0 : oo_plan_next_use(plan, unit)",
         "oo_plan_next_use(plan, unit)",
     ),
@@ -97,7 +97,7 @@ BUGS = [
     ),
     Bug(
         "trap 4: layers are assumed to run in the order they were created",
-        "plan.c",
+        "forecast.c",
         "        best[n_best++] = candidate;\n",
         "        (void)candidate;\n",
     ),
