@@ -138,7 +138,7 @@ def measure(runner: Any, device: str, manager: Any) -> tuple[dict[str, Any], lis
 
 def per_step(before: Any, after: Any, steps: int) -> dict[str, Any]:
     """Return the engine's counters of one step."""
-    from oracle_offload.model.traffic import stalls_of
+    from oracle_offload.layers.traffic import stalls_of
 
     moved = {key: after[key] - before[key] for key in after if key != "units"}
     stalls, stall_s = stalls_of(moved)

@@ -44,7 +44,7 @@ from .model.answers import Answers
 from .model.attachment import Attachment, close_leftovers
 from .model.budget import AUTO, Budget, Weights, budget_of, place
 from .model.foreign_hooks import refuse_weight_movers
-from .model.kept import Kept, Unit
+from .model.kept import Kept, same_limit
 from .model.loading import Loading
 from .model.order import OrderFile
 from .model.residents import (
@@ -54,7 +54,7 @@ from .model.residents import (
     resident_bytes,
     unmanaged_parameters,
 )
-from .model.selection import group_units, least_bytes, place_bytes
+from .model.selection import Unit, group_units, least_bytes, place_bytes
 from .model.sharing import Share, together
 from .model.structure import Structure
 from .observe import heartbeat
@@ -227,7 +227,7 @@ class MemoryManager:
             if pieces.share is None:
                 yield True
             else:
-                with pieces.share.writing(pieces.in_order()) as mine:
+                with pieces.share.writing(pieces.shared()) as mine:
                     yield mine
         finally:
             self._forget_copies()
@@ -586,7 +586,7 @@ def _place(
     every = group_units(chosen.leaves)
     asked = budget
     if shared is not None:
-        budget = shared.same_limit(every, asked)
+        budget = same_limit(every, asked, shared)
     units, kept, host_room = part(every, budget, expected)
     all_locked = budget.most_locked_bytes() == float("inf")
     return _Placed(
@@ -674,7 +674,8 @@ def _coded(attachment: Attachment, placed: _Placed) -> list[Tensor]:
     if coded and not _can_decode(attachment, placed):
         coded = []
     if placed.shared is not None:
-        coded = placed.shared.agree(placed.units, coded, placed.loading)
+        files = [] if placed.loading is None else placed.loading.identity()
+        coded = placed.shared.agree(placed.units, coded, files)
     return coded
 
 
@@ -689,7 +690,7 @@ def _fill_masters(
     admission.build_masters(pieces, placed.units, moved, placed.loading, coder, shared)
     pieces.budget.leave_headroom(pieces.in_order())
     if shared is not None:
-        shared.seal(pieces.in_order())
+        shared.seal(pieces.shared())
 
 
 def _lend(attachment: Attachment, placed: _Placed, staging: int) -> None:

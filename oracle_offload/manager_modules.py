@@ -2,6 +2,6 @@
 
 from .layers.kinds import layer_type
 from .layers.loan import Layer
-from .layers.swap import HANDLE, is_managed
+from .layers.managed import HANDLE, is_managed
 
 __all__ = ["HANDLE", "Layer", "is_managed", "layer_type"]

@@ -3,8 +3,8 @@
 `python tools/floors.py` prints the floors, lowest first. tests/unit/test_floors.py holds that
 there is no circle and no arrow upwards.
 
-An arrow is an import (at the top, inside a function, by `importlib`), an `#include`, or a symbol
-that one compiled .c file takes from another.
+An arrow is an import (at the top, inside a function, by `importlib`, for types alone), an
+`#include`, or a symbol that one compiled .c file takes from another.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def _folder(file: str) -> str:
 def python_arrows(package: Path) -> Arrows:
     """Return the imports among the modules of `package`, wherever in a module they stand.
 
-    Imports for type checkers alone (``if TYPE_CHECKING``) are no arrows: they never run. Nor are
-    values that a package's own ``__init__`` assigns (``__version__``): it has run already.
+    Those for type checkers alone (``if TYPE_CHECKING``) are among them: who reads one of the files
+    reads the other. Values that a package's own ``__init__`` assigns (``__version__``) are no
+    arrows: it has run already.
 
     Raises
     ------
@@ -131,7 +132,7 @@ def python_packages(arrows: Arrows) -> dict[str, str]:
 
 def _imports(tree: ast.AST, name: str, home: str) -> Iterator[str]:
     """Yield full names; of ``from x import y`` both ``x.y``: `y` may be a module."""
-    for node in _running(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -142,17 +143,6 @@ def _imports(tree: ast.AST, name: str, home: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__"):
             yield from _dynamic_import(node.args[0], tree, name, home)
-
-
-def _running(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and _called(child.test) == "TYPE_CHECKING":
-            for other in child.orelse:
-                yield other
-                yield from _running(other)
-        else:
-            yield child
-            yield from _running(child)
 
 
 def _called(node: ast.AST) -> str:

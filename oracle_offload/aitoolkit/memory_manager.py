@@ -17,7 +17,7 @@ from torch import nn
 from .. import manager
 from ..engine.optimizer_states import note_moved
 from ..layers.kinds import layer_type
-from ..layers.swap import is_managed
+from ..layers.managed import is_managed
 from ..model import selection
 from ..model.attachment import Attachment
 from ..model.budget import OFFLOADED

@@ -17,7 +17,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import manager
 from ..layers.kinds import layer_type
-from ..layers.swap import HANDLE, is_managed, swap_in, swap_out
+from ..layers.managed import HANDLE, is_managed
+from ..layers.swap import swap_in, swap_out
 from ..model import selection
 from .memory_manager import mark, mark_layer, unmark
 

@@ -25,7 +25,7 @@ from ..errors import OffloadError
 from ..host.patience import quiet_libraries
 from ..host.schema import schema
 from ..host.sizes import format_size
-from ..model.traffic import stalls_of, stalls_text
+from ..layers.traffic import stalls_of, stalls_text
 from .exits import Exit
 
 SCHEMA = schema("demo", 1)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from .. import _core
 from .._core import HostBuffer
+from ..disk.reading import Files
 from ..engine.geometry import aligned, is_dense, tensor_bytes
 from ..engine.replay import predict_elsewhere
 from ..errors import OffloadError
 from ..host.sizes import format_size
 from ..model.budget import OFFLOADED, Budget
-from ..model.kept import Kept, Unit, distinct, host_limit, keep
-from ..model.masters import Files
-from ..model.selection import Chosen
+from ..model.kept import Kept, distinct, host_limit, keep
+from ..model.selection import Chosen, Unit
 from .coder import Coder, kind_of, pays
 from .steps import Pace
 from .store import user_store

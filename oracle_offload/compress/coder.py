@@ -16,7 +16,6 @@ import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,8 @@ from torch import Tensor
 from .. import _core
 from .._core import HostBuffer
 from ..disk.origin import Origin
-from ..disk.reading import memory
+from ..disk.reading import Files, memory
+from ..engine.coded import Prepared
 from ..engine.geometry import contiguous_stride, is_dense, tensor_bytes
 from ..errors import OffloadError
 from ..host.ranks import on_all
@@ -33,7 +33,6 @@ from ..host.sizes import format_size
 from .store import CODED, RAW, Store
 
 if TYPE_CHECKING:
-    from ..model.masters import Files
     from ..model.sharing import Share
 
 logger = logging.getLogger("oracle_offload")
@@ -60,25 +59,6 @@ def pays(coded_bytes: int, whole_bytes: int) -> bool:
 def kind_of(tensor: Tensor) -> int | None:
     """Return how the codec calls a tensor's dtype; None for what it does not know, or is small."""
     return _KINDS.get(tensor.dtype) if tensor_bytes(tensor) >= SMALLEST_BYTES else None
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A tensor that becomes a coded master: its coded weights, and what it is read from.
-
-    Attributes
-    ----------
-    coded : HostBuffer or None
-        None where another rank has them, and fills them in.
-    known : str
-        How the cache calls them.
-    """
-
-    kind: int
-    coded: HostBuffer | None
-    nbytes: int
-    readable: Tensor
-    known: str
 
 
 class Coder:

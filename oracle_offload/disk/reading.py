@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,11 +14,30 @@ from torch import Tensor
 from ..engine.geometry import tensor_bytes
 from ..host.sizes import MIB
 from .checkpoint import WeightFile
+from .origin import Origin
 
 THREADS = 4
 BLOCK_BYTES = 8 * MIB  # that a thread reads at once, and the most that one holds for a conversion
 
 Part = tuple[int, Callable[[], None]]  # bytes of the file, and what brings them to their place
+
+
+class Files(Protocol):
+    """Where tensors that have no values yet have them from."""
+
+    def have(self, tensor: Tensor) -> bool:
+        """Whether `read` is to be asked for its values."""
+
+    def origin(self, tensor: Tensor) -> Origin | None:
+        """Return where its bytes lie, if they lie in one file as they are."""
+
+    def skip(self, tensor: Tensor) -> None:
+        """Read nothing for it: it lies in the file that has its values."""
+
+    def read(
+        self, tensors: Sequence[tuple[Tensor, Tensor]], on_bytes: Callable[[int], object]
+    ) -> None:
+        """Fill the second of each pair with the values of the first."""
 
 
 def memory(tensor: Tensor) -> memoryview:

@@ -8,14 +8,36 @@ who cuts a file off ends every process that reads it there.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import _core
+from .._core import HostBuffer
 from .geometry import tensor_bytes
 
 _SAMPLES, _SAMPLE_BYTES = 64, 64  # where the system does not tell
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A tensor that becomes a coded master: its coded weights, and what it is read from.
+
+    Attributes
+    ----------
+    coded : HostBuffer or None
+        None where another rank has them, and fills them in.
+    known : str
+        How the cache calls them.
+    """
+
+    kind: int
+    coded: HostBuffer | None
+    nbytes: int
+    readable: Tensor
+    known: str
 
 
 class CodedMaster:

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import starmap
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,10 @@ from .compiled import Whole
 from .flatten import is_wrapper, value_at
 from .gradients import landing, note_backward, note_trainable
 from .handle import Handle, Readable, make_put_off
-from .leaf import Masters, Tensors, version_of
+from .leaf import Masters, Structure, Tensors, version_of
 from .loan import forward_kind, once_differentiable
-from .swap import HANDLE, base_class, swap_in, weight_lists
-
-if TYPE_CHECKING:
-    from ..model.structure import Structure
+from .managed import HANDLE
+from .swap import base_class, swap_in, weight_lists
 
 _graph_task = torch._C._current_graph_task_id
 _autograd: Any = torch._C._autograd

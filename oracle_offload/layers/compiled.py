@@ -24,7 +24,7 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..engine.operators import operator_of
 from ..errors import OffloadError, StaleWeightsError
 from .autocast import cast_dtype, computing_in, saving
-from .swap import HANDLE, base_class, is_exporting, refuse_tracing
+from .leaf import Structure
+from .managed import HANDLE
+from .swap import base_class, is_exporting, refuse_tracing
 from .traced import (
     Numbered,
     above_autograd,
@@ -49,9 +51,6 @@ from .traced import (
     layer_in_backward,
     layer_of,
 )
-
-if TYPE_CHECKING:
-    from ..model.structure import Structure
 
 _HOW = "Tensor[] given, Tensor[] own, Tensor key, bool[] needs, str call, SymInt[] numbers"
 _FORWARD = f"({_HOW}, ScalarType? dtype, int example) -> Tensor"

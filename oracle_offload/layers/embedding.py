@@ -7,7 +7,7 @@ weight. Where the table is not locked it travels as a whole, through the arena i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,10 @@ from ..engine.exemption import exempt
 from ..engine.geometry import tensor_bytes
 from ..errors import NoRoomError, OffloadError
 from . import traced
-from .leaf import Tensors
+from .leaf import Structure, Tensors
 from .loan import Cast, Compute, Needs, node_of
 from .swap import untraced
 from .traced import WithInherited
-
-if TYPE_CHECKING:
-    from ..model.structure import Structure
 
 _from_dlpack = torch._C._from_dlpack
 _backward = torch.ops.aten.embedding_backward

@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.utils.checkpoint
@@ -43,11 +43,8 @@ from ..engine.geometry import count_writes, tensor_bytes
 from ..engine.operators import note_autocast, operator_of, run_in_mode, tensors_in
 from ..errors import NoRoomError, OffloadError, StaleWeightsError
 from .gradients import landing, note_backward, note_trainable
-from .leaf import Masters, Tensors, version_of
+from .leaf import Masters, Structure, Tensors, version_of
 from .loan import Borrower, forward_kind, once_differentiable
-
-if TYPE_CHECKING:
-    from ..model.structure import Structure
 
 _aten = torch.ops.aten
 _VIEWS = frozenset({_aten._unsafe_view.default, _aten._reshape_alias.default})  # in all but name

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..engine.engines import Layout
 from ..engine.geometry import count_writes, is_dense, tensor_bytes
 from ..errors import OffloadError
-from .swap import casts_layerwise, is_managed
+from .managed import casts_layerwise, is_managed
 
 if TYPE_CHECKING:
     from ..engine.coded import CodedMaster
     from ..engine.engines import DeviceState
-    from ..model.structure import Structure
+    from .autocast import StandIns
+    from .gradients import Gradients
+    from .traffic import Traffic
 
 _MAX_VIEWS = 16  # addresses remembered per leaf; placement repeats in the steady state
 
@@ -32,6 +34,68 @@ _serials = itertools.count()
 
 Tensors = tuple[Tensor | None, ...]
 Extent = tuple[int, int] | tuple[int, int, int, int]  # see `Engine.add_unit`
+
+
+class Pieces(Protocol):
+    """What a layer asks of the host memory of its model's masters."""
+
+    def coded_at(self, address: int) -> CodedMaster | None:
+        """Return the coded master of the tensor that lies at `address`."""
+
+    def count_uses(self, left: Iterable[int], entered: Iterable[int]) -> None:
+        """Note which masters a layer has left and which it uses from now on, by address."""
+
+
+class Attachment(Protocol):
+    """What a layer asks of what its model holds: see `oracle_offload.model.attachment`."""
+
+    state: DeviceState
+    model: int  # in the engine
+    sequence: Tensor  # orders the operators of compiled code
+    layers: list[Leaf]
+    traffic: Traffic
+    gradients: Gradients
+    stand_ins: StandIns
+
+    @property
+    def pieces(self) -> Pieces:
+        """The host memory of the masters."""
+
+    def take_over(self, called: Leaf | None = None, lasting: bool = False) -> None:
+        """Follow every layer whose masters were replaced."""
+
+    def leave_codes(self, layers: Iterable[Leaf]) -> None:
+        """Make the masters of `layers` as all others are: coded no more."""
+
+    def let_go_if_lost(self, layer: Leaf) -> bool:
+        """Make a layer an ordinary one for good if its class or weights were replaced or taken."""
+
+    def let_go_soon(self, layer: Leaf) -> None:
+        """Do so now, or when the structure settles."""
+
+    def written_elsewhere(
+        self, leaf: Leaf, module: nn.Module, state: Mapping[str, Any], prefix: str, assign: bool
+    ) -> list[str]:
+        """Return those of a module's tensors in a state dict that another rank writes, by name."""
+
+
+class Structure(Protocol):
+    """What a layer asks of the model that it is part of: see `oracle_offload.model.structure`."""
+
+    changed: bool  # `settle` has something to do
+
+    @property
+    def attachment(self) -> Attachment:
+        """What the model holds of its device."""
+
+    def is_inside(self) -> bool:
+        """Whether this thread computes with the model."""
+
+    def settle(self) -> None:
+        """Bring modules that were added since to the device."""
+
+    def settle_soon(self) -> None:
+        """Settle before the next call of any part of the model."""
 
 
 class Masters:

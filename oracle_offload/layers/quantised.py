@@ -13,7 +13,7 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,11 @@ from .flatten import Copy, Places, copy_tables, is_wrapper, plain_tensors, value
 from .formats import Format, format_of
 from .gradients import landing, note_trainable
 from .handle import WantsMemory, WasWritten, handles_of, lent, trained, with_memory
-from .leaf import Masters, Tensors, version_of
+from .leaf import Masters, Structure, Tensors, version_of
 from .loan import Cast, Needs, forward_kind, node_of
-from .swap import base_class, is_managed, untraced
+from .managed import is_managed
+from .swap import base_class, untraced
 from .traced import Traced, computed_weight_error
-
-if TYPE_CHECKING:
-    from ..model.structure import Structure
 
 _LARGEST_TABLE = 4096  # bytes
 _graph_task = torch._C._current_graph_task_id

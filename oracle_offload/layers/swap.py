@@ -14,7 +14,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable, Container, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,13 @@ from torch import Tensor, nn
 from ..engine.exemption import exempt
 from ..errors import OffloadError
 from .flatten import is_wrapper
-
-if TYPE_CHECKING:
-    from .leaf import Leaf
+from .leaf import Leaf
+from .managed import BASE, HANDLE, casts_layerwise, is_managed
 
 # Methods that compute, where a module has them. Setup methods (diffusers' fuse_projections, weight
 # initialisation) are not among them.
 ENTRY_METHODS = ("forward", "__call__", "encode", "decode", "forward_features")
 _OTHER_ENTRY = re.compile(r"forward.*|generate|get_\w+_features")
-HANDLE = "_layer_memory_manager"
-_BASE = "_oracle_offload_base"
 ANSWERS_FOR = "_oracle_offload_answers_for"  # the class below; see `oracle_offload.model.answers`
 
 
@@ -243,7 +240,7 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
             "__getattr__": __getattr__,
             "_load_from_state_dict": _load_from_state_dict,
             "__reduce_ex__": __reduce_ex__,
-            _BASE: base,
+            BASE: base,
             **members,
         },
     )
@@ -253,7 +250,7 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
 def has_own_forward(module: nn.Module) -> bool:
     """Whether ``module.forward`` was set to the class's own: what removing a hook leaves behind."""
     forward = module.__dict__.get("forward")
-    base: Any = getattr(type(module), _BASE, type(module))
+    base: Any = getattr(type(module), BASE, type(module))
     return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) in (
         base.forward,
         managed_class(base, None).forward,
@@ -273,24 +270,18 @@ def swap_in(module: nn.Module, leaf: Leaf) -> None:
     )
 
 
-def casts_layerwise(module: nn.Module) -> bool:
-    """Whether diffusers' layerwise casting replaces the weights of `module` around each call."""
-    hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
-    return hooks.get("layerwise_casting") is not None
-
-
 def swap_out(module: nn.Module) -> None:
     """Undo `swap_in`; a class that somebody derived or put in its place meanwhile stays."""
     _follow_class(module)
     module.__dict__.pop(HANDLE, None)
-    base = vars(type(module)).get(_BASE)
+    base = vars(type(module)).get(BASE)
     if base is not None:  # a class that was derived since (a parametrisation's) stays
         module.__class__ = base
 
 
 def base_class(module: nn.Module) -> Any:
     """Return the class of a module as it was before attach."""
-    return unanswered(getattr(type(module), _BASE, type(module)))
+    return unanswered(getattr(type(module), BASE, type(module)))
 
 
 def reduced(answer: Any) -> tuple[Any, ...]:
@@ -323,12 +314,6 @@ def _follow_class(module: nn.Module) -> None:
     """Drop an own forward from the instance: it would hide that of the class to come."""
     if has_own_forward(module):
         del module.__dict__["forward"]
-
-
-def is_managed(module: nn.Module) -> bool:
-    """Whether the weights lie on the host: not once the class was replaced."""
-    leaf: Leaf | None = module.__dict__.get(HANDLE)
-    return hasattr(type(module), _BASE) and leaf is not None and not leaf.waits
 
 
 def managed_keys(module: nn.Module) -> set[str]:

@@ -33,13 +33,12 @@ from ..errors import OffloadError, StaleWeightsError
 from .autocast import cast_dtype, cast_input
 from .gradients import note_trainable
 from .handle import Readable
-from .leaf import Leaf, version_of
+from .leaf import Leaf, Structure, version_of
 from .loan import Borrower, Layer, forward_kind, once_differentiable
 from .swap import answering_class, is_exporting, refuse_tracing, untraced
 
 if TYPE_CHECKING:
     from ..engine.engines import DeviceState
-    from ..model.structure import Structure
 
 NAMESPACE = "oracle_offload"
 _library = torch.library.Library(NAMESPACE, "DEF")

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..engine.geometry import unit_bytes
 from ..errors import OffloadError
 from ..host.progress import DelayedBar
-from ..layers.leaf import Leaf
+from ..layers.leaf import Leaf, Structure
 from ..layers.swap import swap_in
 from . import masters
 from .intake import Intake
@@ -22,10 +22,9 @@ from .selection import Chosen, choose_again, group_units, least_bytes
 from .sharing import is_shared
 
 if TYPE_CHECKING:
-    from ..compress.coder import Coder
+    from .attachment import Attachment
     from .loading import Loading
     from .sharing import Share
-    from .structure import Structure
 
 logger = logging.getLogger("oracle_offload")
 
@@ -69,7 +68,7 @@ def build_masters(
     units: Sequence[Sequence[Chosen]],
     moved: list[masters.Moved],
     loading: Loading | None = None,
-    coder: Coder | None = None,
+    coder: masters.Coder | None = None,
     share: Share | None = None,
 ) -> None:
     """Move the weights into masters, and add to `moved` those that have left a device.
@@ -195,13 +194,21 @@ class _LockedBeside:
             self._pool.shutdown()
 
 
-def add_units(structure: Structure, units: Sequence[Sequence[Chosen]]) -> list[Leaf]:
+class Attached(Structure, Protocol):
+    """The modules of one attached model: see `oracle_offload.model.structure`."""
+
+    @property
+    def attachment(self) -> Attachment:
+        """What it holds of its device."""
+
+
+def add_units(structure: Attached, units: Sequence[Sequence[Chosen]]) -> list[Leaf]:
     """Tell the engine of the units; return the layers of all of them."""
     with structure.attachment.state.lock:
         return [layer for unit in units for layer in _add_unit(structure, unit)]
 
 
-def _add_unit(structure: Structure, unit: Sequence[Chosen]) -> list[Leaf]:
+def _add_unit(structure: Attached, unit: Sequence[Chosen]) -> list[Leaf]:
     attachment = structure.attachment
     layers = [leaf.kind(leaf.module, leaf.name, structure) for leaf in unit]
     trainable = any(tensor.requires_grad for leaf in unit for tensor in leaf.tensors())
@@ -225,14 +232,14 @@ def take_over_calls(layers: Sequence[Leaf]) -> None:
             swap_in(part, layer)
 
 
-def take_anew(structure: Structure, root: nn.Module, called: Iterable[nn.Module | None]) -> bool:
+def take_anew(structure: Attached, root: nn.Module, called: Iterable[nn.Module | None]) -> bool:
     """Manage what stands where layers were let go, as `attach` would: it was quantised, say.
 
     What cannot be managed, for want of memory too, is left as it is.
 
     Parameters
     ----------
-    structure : Structure
+    structure : Attached
         Of the attached model.
     root : nn.Module
         The model.

@@ -19,15 +19,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..layers.swap import (
-    ANSWERS_FOR,
-    HANDLE,
-    base_class,
-    made_by,
-    reduced,
-    resident_tensors,
-    unanswered,
-)
+from ..layers.managed import HANDLE
+from ..layers.swap import ANSWERS_FOR, base_class, made_by, reduced, resident_tensors, unanswered
 
 _ANSWER = "_oracle_offload_device"  # on each module that answers: where the model computes
 MANAGER = "_memory_manager"  # on the attached module; AI-Toolkit's name

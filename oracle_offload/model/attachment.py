@@ -25,12 +25,13 @@ from ..layers.autocast import StandIns
 from ..layers.flatten import attributes_of, is_wrapper
 from ..layers.gradients import Gradients
 from ..layers.leaf import Leaf, is_memory_held_elsewhere
-from ..layers.swap import HANDLE, swap_out
+from ..layers.managed import HANDLE
+from ..layers.swap import swap_out
+from ..layers.traffic import Traffic
 from . import masters
 from .arena import Arena
 from .auto_budget import AutoBudget, Change, Reading
 from .budget import AUTO, Budget, Weights, place
-from .traffic import Traffic
 
 logger = logging.getLogger("oracle_offload")
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +22,10 @@ from ..host import memory
 from ..host.sizes import format_size, parse_size
 from .budget import AUTO, OFFLOADED, Budget, Size
 from .residents import move_residents
-from .selection import Chosen
+from .selection import Unit
 
-Unit = list[Chosen]
+if TYPE_CHECKING:
+    from .sharing import Share
 
 
 class Kept:
@@ -179,6 +182,13 @@ def host_limit(units: Sequence[Unit], ram_budget: Size) -> int:
         )
     on_host = {tensor.data_ptr(): tensor for tensor in distinct(units) if tensor.is_cpu}
     return int(memory.SPARED * (available + memory.private_bytes(map(memory_of, on_host.values()))))
+
+
+def same_limit(units: Sequence[Unit], budget: Budget, share: Share) -> Budget:
+    """Return `budget` with the least bytes that any rank takes its `ram_budget` for."""
+    if budget.ram_budget is None or budget.ram_budget == OFFLOADED:
+        return budget
+    return replace(budget, ram_budget=share.least(host_limit(units, budget.ram_budget)))
 
 
 def _tied(units: Sequence[Unit]) -> list[list[int]]:

@@ -131,7 +131,7 @@ class Loading:
                     read = 0
                     trim_heap()
 
-    # ---- what attach asks for: see `masters.Files` ----
+    # ---- what attach asks for: see `disk.reading.Files` ----
 
     def have(self, tensor: Tensor) -> bool:
         """Whether the values of `tensor` are still to come."""

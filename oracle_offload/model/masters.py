@@ -24,7 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._core import HostBuffer
 from ..disk.origin import Origin
-from ..engine.coded import CodedMaster
+from ..disk.reading import Files
+from ..engine.coded import CodedMaster, Prepared
 from ..engine.devices import repoint
 from ..engine.engines import DeviceState
 from ..engine.geometry import aligned, contiguous_stride, is_dense, tensor_bytes, unit_bytes
@@ -36,7 +37,6 @@ from .intake import Intake
 from .locking import LockBudget, whole_pages
 
 if TYPE_CHECKING:
-    from ..compress.coder import Coder, Prepared
     from .sharing import Share
 
 logger = logging.getLogger("oracle_offload")
@@ -92,22 +92,31 @@ def lay_out(
     return offsets, [*cuts, offset]
 
 
-class Files(Protocol):
-    """Where tensors that have no values yet have them from."""
+class Coder(Protocol):
+    """What codes the tensors of one model: see `oracle_offload.compress.coder`."""
 
-    def have(self, tensor: Tensor) -> bool:
-        """Whether `read` is to be asked for its values."""
+    def wants(self, tensor: Tensor) -> bool:
+        """Whether it may become a coded master."""
 
-    def origin(self, tensor: Tensor) -> Origin | None:
-        """Return where its bytes lie, if they lie in one file as they are."""
+    def may_want(self, tensor: Tensor) -> bool:
+        """Whether it could, had nothing failed: all ranks answer alike."""
 
-    def skip(self, tensor: Tensor) -> None:
-        """Read nothing for it: it lies in the file that has its values."""
+    def check_budget(self, nbytes: int) -> None:
+        """Refuse masters of `nbytes`, where `ram_budget` has no room for so many."""
 
-    def read(
-        self, tensors: Sequence[tuple[Tensor, Tensor]], on_bytes: Callable[[int], object]
-    ) -> None:
-        """Fill the second of each pair with the values of the first."""
+    def prepare(
+        self, tensors: Sequence[tuple[Tensor, Tensor | Origin]], on_bytes: Callable[[int], object]
+    ) -> dict[int, Prepared]:
+        """Return those of `tensors` that get smaller, coded, by `id`."""
+
+    def bring_together(
+        self,
+        tensors: Sequence[Tensor],
+        prepared: dict[int, Prepared],
+        files: Files | None,
+        share: Share,
+    ) -> dict[int, Prepared]:
+        """Add to what this rank has prepared of `tensors` what the others have."""
 
 
 class Piece:
@@ -438,6 +447,10 @@ class Pieces:
         """Return the pieces, oldest first."""
         with self._state.lock:
             return list(self._pieces.values())
+
+    def shared(self) -> list[HostBuffer]:
+        """Return the memory that other ranks have as well, oldest first."""
+        return [piece.buffer for piece in self.in_order() if piece.is_shared]
 
     def may_lock_beside(self, nbytes: int) -> bool:
         """Whether `nbytes` of something else may be locked."""

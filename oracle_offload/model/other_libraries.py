@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..engine.engines import before_frozen_write, open_states
 from ..errors import OffloadError
-from ..layers.swap import HANDLE, is_managed
+from ..layers.managed import HANDLE, is_managed
 from .answers import MANAGER
 from .attachment import Attachment
 from .residents import move_residents

@@ -32,8 +32,8 @@ from ..layers.any import AnyLayer, any_kind
 from ..layers.formats import held_tensors
 from ..layers.kinds import layer_type
 from ..layers.leaf import Leaf, unfit_tensor
+from ..layers.managed import HANDLE, casts_layerwise, is_managed
 from ..layers.quantised import QuantisedLayer
-from ..layers.swap import HANDLE, casts_layerwise, is_managed
 
 SMALL_BYTES = 64 * KIB  # a tensor without an operator of its own stays resident below that
 # But together they do not take more of the device than this share of the model (or the first size,
@@ -58,6 +58,9 @@ class Chosen:
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are to lie on the host."""
         return list(self.kind.named_tensors(self.module).values())
+
+
+Unit = list[Chosen]
 
 
 @dataclass(frozen=True)

@@ -17,25 +17,20 @@ import os
 import struct
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _core
 from .._core import HostBuffer
+from ..disk.reading import Files
 from ..engine.geometry import aligned, is_dense, tensor_bytes
 from ..errors import OffloadError, StaleWeightsError
 from ..host.ranks import LocalRanks, meet, on_all
-from .budget import OFFLOADED, Budget
 from .intake import flat_bytes
-from .kept import Unit, host_limit
 from .locking import whole_pages
-
-if TYPE_CHECKING:
-    from .loading import Loading
-    from .masters import Files, Piece
+from .selection import Unit
 
 NODE = "node"
 _shares: weakref.WeakSet[Share] = weakref.WeakSet()
@@ -124,15 +119,13 @@ class Share:
 
     # ---- what all ranks have to be alike in ----
 
-    def same_limit(self, units: Sequence[Unit], budget: Budget) -> Budget:
-        """Return `budget` with the least bytes that any rank takes its `ram_budget` for."""
-        if budget.ram_budget is None or budget.ram_budget == OFFLOADED:
-            return budget
-        limits = self.ranks.exchange("ram_budget", host_limit(units, budget.ram_budget))
-        return replace(budget, ram_budget=min(limits))
+    def least(self, limit: int) -> int:
+        """Return the least bytes that any rank takes its `ram_budget` for."""
+        least: int = min(self.ranks.exchange("ram_budget", limit))
+        return least
 
     def agree(
-        self, units: Sequence[Unit], coded: Sequence[Tensor], loading: Loading | None
+        self, units: Sequence[Unit], coded: Sequence[Tensor], files: list[list[int | str]]
     ) -> list[Tensor]:
         """Compare what is to be attached, and return the tensors that the first rank would code.
 
@@ -154,7 +147,6 @@ class Share:
                     what = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.stride()} {grows}"
                     tied = "" if first == name else f", tied to '{first}'"
                     rows.append(f"'{name}' in unit {number}: {what}{tied}")
-        files = [] if loading is None else loading.identity()
         chosen = {id(tensor) for tensor in coded}
         names = [name for name, tensor in tensors.items() if id(tensor) in chosen]
         said = self.ranks.exchange("layout", [rows, files, names])
@@ -254,7 +246,7 @@ class Share:
     # ---- when they change ----
 
     @contextlib.contextmanager
-    def writing(self, pieces: Sequence[Piece]) -> Iterator[bool]:
+    def writing(self, buffers: Sequence[HostBuffer]) -> Iterator[bool]:
         """Let the first rank write for a ``with`` block; yield whether this is the one.
 
         No copy of this rank may be under way, nor begin meanwhile. Where the block raises on one
@@ -277,10 +269,10 @@ class Share:
         try:
             if self.ranks.is_first:
                 self._begin_generation()  # odd until all is written: `check_generation`
-                _protect(pieces, True)
+                _protect(buffers, True)
             yield self.ranks.is_first
             if self.ranks.is_first:
-                _protect(pieces, False)
+                _protect(buffers, False)
             if len({*self.ranks.exchange("merged", self.merges)}) > 1:
                 raise OffloadError(
                     "some ranks have merged adapters into the weights that all share, and others "
@@ -290,7 +282,7 @@ class Share:
         except BaseException as error:
             self.ranks.fail_with(error)  # the others wait for it
             with contextlib.suppress(OffloadError):
-                _protect(pieces, False)
+                _protect(buffers, False)
             raise
         finally:
             self.is_writing = False
@@ -300,9 +292,9 @@ class Share:
         self.ranks.exchange("written")
         self._seen = self._generation()
 
-    def seal(self, pieces: Sequence[Piece]) -> None:
+    def seal(self, buffers: Sequence[HostBuffer]) -> None:
         """Let nobody write them, once all ranks have filled and locked theirs."""
-        _protect(pieces, False)
+        _protect(buffers, False)
 
     def check_generation(self) -> None:
         """Refuse to go on with device copies of weights that were written since.
@@ -402,10 +394,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_child)
 
 
-def _protect(pieces: Sequence[Piece], writable: bool) -> None:
-    for piece in pieces:
-        if piece.is_shared:
-            piece.buffer.protect(writable)
+def _protect(buffers: Sequence[HostBuffer], writable: bool) -> None:
+    for buffer in buffers:
+        buffer.protect(writable)
 
 
 def _same(tensor: Tensor, master: Tensor) -> bool:

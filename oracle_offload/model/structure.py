@@ -19,7 +19,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ..engine.locks import Lock
 from ..layers.any import find_wrappers, wrap
 from ..layers.leaf import Leaf
-from ..layers.swap import ENTRY_METHODS, HANDLE
+from ..layers.managed import HANDLE
+from ..layers.swap import ENTRY_METHODS
 from . import admission, other_libraries
 from .attachment import Attachment
 from .residents import move_residents

@@ -17,7 +17,7 @@ from ..engine.engines import DeviceState, open_states
 from ..errors import OffloadError
 from ..host.memory import available_bytes
 from ..host.sensors import Sensors
-from ..model.traffic import stalls_of
+from ..layers.traffic import stalls_of
 
 if TYPE_CHECKING:
     from ..engine.pace import Pace

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from ..host.schema import schema
 from ..host.sizes import format_size
 from ..host.terminal import WIDEST, Text
-from ..model.traffic import stalls_of
+from ..layers.traffic import stalls_of
 from .metrics import MetricsRun
 from .page import escape, page
 from .recording import Recording

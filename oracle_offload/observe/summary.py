@@ -25,9 +25,9 @@ from ..host.ranks import in_words, place
 from ..host.schema import schema
 from ..host.sizes import format_size
 from ..host.terminal import Text, printable
+from ..layers.traffic import stalls_of, stalls_text
 from ..model.attachment import Attachment, attachments_on
 from ..model.residents import list_residents, resident_bytes, resident_gradient_bytes
-from ..model.traffic import stalls_of, stalls_text
 from .bars import text_bar
 from .memory import Memory, device_memory, host_memory, show_size
 from .page import page

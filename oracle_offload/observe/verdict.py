@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..engine.pace import WARM_UP_STEPS, Window
 from ..host.sizes import GIB
-from ..model.traffic import stalls_of
+from ..layers.traffic import stalls_of
 
 # A step that computes for this share of its time is held up by nothing else.
 _COMPUTES = 0.9

@@ -20,8 +20,8 @@ from oracle_offload.aitoolkit.together import SETTING
 from oracle_offload.engine import simulator
 from oracle_offload.engine.engines import open_states
 from oracle_offload.layers.linear import LinearLayer
+from oracle_offload.layers.managed import is_managed
 from oracle_offload.layers.quantised import QuantisedLayer
-from oracle_offload.layers.swap import is_managed
 from oracle_offload.model.witness import Witness
 
 HANDLE = "_layer_memory_manager"

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import oracle_offload
 from oracle_offload.engine import optimizer_states
-from oracle_offload.layers.swap import is_managed
+from oracle_offload.layers.managed import is_managed
 from oracle_offload.model import residents
 from oracle_offload.model.witness import Witness
 

@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from oracle_offload.layers import any as any_module
-from oracle_offload.layers.swap import is_managed
+from oracle_offload.layers.managed import is_managed
 from oracle_offload.model import selection
 
 

@@ -21,7 +21,7 @@ from oracle_offload.engine.engines import open_states
 from oracle_offload.engine.geometry import unit_bytes
 from oracle_offload.host import memory
 from oracle_offload.host.sizes import MIB
-from oracle_offload.layers.swap import is_managed
+from oracle_offload.layers.managed import is_managed
 from oracle_offload.model import kept
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import oracle_offload
 from oracle_offload import OffloadError
-from oracle_offload.layers.swap import is_managed
+from oracle_offload.layers.managed import is_managed
 from oracle_offload.model import selection
 from oracle_offload.model.witness import Witness
 

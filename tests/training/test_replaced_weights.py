@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import oracle_offload
 from oracle_offload import _core
 from oracle_offload.layers.leaf import is_plain_master
-from oracle_offload.layers.swap import HANDLE
+from oracle_offload.layers.managed import HANDLE
 from oracle_offload.model import masters
 
 WIDTH = 96

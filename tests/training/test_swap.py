@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from oracle_offload.layers import swap
 from oracle_offload.layers.handle import Handle
-from oracle_offload.layers.swap import HANDLE, base_class, has_own_forward, is_managed, managed_keys
+from oracle_offload.layers.managed import HANDLE, is_managed
+from oracle_offload.layers.swap import base_class, has_own_forward, managed_keys
 from oracle_offload.model import selection
 
 

@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from oracle_offload.layers.linear import LinearLayer
+from oracle_offload.layers.managed import HANDLE
 from oracle_offload.layers.quantised import QuantisedLayer
-from oracle_offload.layers.swap import HANDLE
 from oracle_offload.model import admission, masters
 from oracle_offload.model.structure import _calls_begun
 from oracle_offload.model.witness import Witness

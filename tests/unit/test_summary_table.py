@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from oracle_offload.model.traffic import stalls_of, stalls_text  # noqa: E402
+from oracle_offload.layers.traffic import stalls_of, stalls_text  # noqa: E402
 from oracle_offload.observe.summary import (  # noqa: E402
     DeviceUsage,
     MemoryReport,

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from ...engine.engines import open_states
 from ...engine.geometry import count_writes
 from ...errors import OffloadError
-from ...layers.swap import HANDLE
+from ...layers.managed import HANDLE
 from ...model import structure
 from ...model.attachment import attachments_on
 from .attributes import Attributes, missing_or

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ...layers.any import AnyLayer
-from ...layers.swap import HANDLE
+from ...layers.managed import HANDLE
 from ...model.attachment import Attachment
 
 # A grain is at most this share of the arena: the rest holds what is fetched for the next ones.
