@@ -29,11 +29,21 @@ sim = _core.sim  # a fresh simulated device for every test, and nothing left on 
 WITHOUT_DEVICE = (
     *("test_commands_of_pages", "test_managed_share", "test_private_names"),  # compute nothing
     "test_compile_parts",  # what a compiler is told, before there is a device
-    # Programs of their own, started with the device "cpu"; gloo has no collectives of this type.
+    # Programs of their own, whose ranks talk by gloo: it refuses to reduce tensors of the type
+    # ("unsupported device type simgpu"), and has no backend for it where none is named.
     *("test_ddp", "test_several"),
-    # Minutes of compiling, much of it by Inductor, which has no code for the device type. What is
-    # the device's of it, test_compile, test_compile_quantised and some of fullgraph's tests say.
-    *("test_compile_families", "test_compile_fullgraph", "test_compile_lent"),
+)
+# Minutes of compiling: on the device type .ci/run has these tests of the files, and on "cpu" the
+# others, which run there in `make proof`.
+COMPILED = ("test_compile_families", "test_compile_fullgraph", "test_compile_lent")
+COMPILED_THERE = (
+    *("test_each_managed_layer_is_one_operator", "test_saved_activations_are_those_of_eager"),
+    *("test_one_compiled_block_serves_all", "test_order_and_bytes_are_those_of_eager"),
+    *(
+        "test_each_call_of_a_lent_module_is_one_operator",
+        "test_an_operator_declared_pure_is_caught",
+    ),
+    *("test_backward_makes_a_call_once_more", "test_experts_keep_order_and_bytes"),
 )
 
 
@@ -42,16 +52,14 @@ def pytest_configure(config):
 
 
 def pytest_generate_tests(metafunc):
-    """All tests of clients take a device: `as_it_was` asks for it.
-
-    In a file that stays out, those do that make their tensors there.
-    """
-    stays = metafunc.module.__name__ in WITHOUT_DEVICE
-    stays = stays and "made_there" not in metafunc.fixturenames
+    """All tests of clients take a device: `as_it_was` asks for it."""
     given = [m.args[0] for m in metafunc.definition.iter_markers("parametrize")]
-    if not stays and "device" not in str(given):
-        on_cpu = pytest.mark.elsewhere if sides.DEVICE == "cpu" else ()  # in `make device-type`
-        metafunc.parametrize("device", [pytest.param(sides.DEVICE, marks=on_cpu)])
+    if metafunc.module.__name__ in WITHOUT_DEVICE or "device" in str(given):
+        return
+    marks = pytest.mark.elsewhere if sides.DEVICE == "cpu" else ()  # in `make device-type`
+    if metafunc.module.__name__ in COMPILED and metafunc.function.__name__ not in COMPILED_THERE:
+        marks = pytest.mark.slow if sides.DEVICE == "simgpu" else ()
+    metafunc.parametrize("device", [pytest.param(sides.DEVICE, marks=marks)])
 
 
 @pytest.fixture
@@ -78,6 +86,8 @@ def as_it_was(device, monkeypatch):
     monkeypatch.setattr("equality.DEVICE", device)
     if sides.DEVICE != "cpu":
         os.environ["ACCELERATE_TORCH_DEVICE"] = f"{sides.DEVICE}:0"
+    if sides.DEVICE == "simgpu":  # its operators are in Python, which dynamo is not to compile
+        torch._dynamo.trace_rules.add(sides.DEVICE)
     yield
     torch.set_num_threads(threads)
     torch.set_rng_state(generator)

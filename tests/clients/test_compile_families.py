@@ -26,6 +26,8 @@ from oracle_offload.model import selection
 
 KINDS = ("linear", "convolution", "embedding", "lent")
 
+pytestmark = pytest.mark.usefixtures("made_there")
+
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch):

@@ -37,6 +37,8 @@ from oracle_offload.model import selection
 WIDTH = 16
 DEPTH = 3
 
+pytestmark = pytest.mark.usefixtures("made_there")
+
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch):
