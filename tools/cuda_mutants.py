@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if gone:
         raise SystemExit("\n".join([f"{UNSEEN.name} lists what is no wait:", *gone]))
     cuda_check.continue_in_environment()
-    wrong, seen, compiled, allowed = [], 0, 0, listed()
+    by_key: dict[str, list[bool]] = {}  # whether each wait of the same words was seen
     sources = digest()
     known = tried(sources) if args.resume else {}
     TRIED.parent.mkdir(exist_ok=True)
@@ -181,15 +181,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             known[place] = said
             TRIED.write_text(json.dumps({"sources": sources, "seen": known}), encoding="utf-8")
-            compiled += 1
-            seen += bool(said)
+            by_key.setdefault(mutant.key, []).append(bool(said))
             print(f"{mutant.name}: {said or 'not seen'}", flush=True)
-            if bool(said) == (mutant.key in allowed):
-                wrong.append(mutant)
+    compiled, seen = sum(map(len, by_key.values())), sum(map(sum, by_key.values()))
     print(f"{seen} of {compiled} waits are missed when they are not there")
-    for mutant in wrong:
-        listed_too = mutant.key in allowed
-        print(f"{'seen, though listed' if listed_too else 'not seen'}: {mutant.key}")
+    wrong = [key for key, found in by_key.items() if all(found) == (key in listed())]
+    for key in wrong:
+        print(f"{'seen, though listed' if key in listed() else 'not seen'}: {key}")
     if args.output:
         figures = {"schema": "oracle_offload/mutation/1", "tried": compiled, "killed": seen}
         args.output.write_text(json.dumps(figures) + "\n", encoding="utf-8")

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import oracle_offload
+from oracle_offload.train import stream_optimizer
 
 WIDTH = 256
 SCHEDULES = (("TIMED", 0), ("RANDOM", 7), ("DELAYED", 41))
@@ -30,6 +31,7 @@ WAYS: tuple[dict[str, object], ...] = (
     dict(trains=False, options=dict(offload_percent=1.0, compress="lossless"), coded=True),
     dict(trains=False, options=dict(offload_percent=1.0), from_card=True),
     dict(trains=False, options=dict(offload_percent=1.0), rewritten=True),
+    dict(trains=True, options=dict(offload_percent=0.5), stepped=True),
 )
 
 
@@ -47,13 +49,17 @@ def chain(trains: bool, coded: bool) -> nn.Sequential:
     return model
 
 
-def step(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+def step(
+    model: nn.Sequential, x: torch.Tensor, optimizer: torch.optim.Optimizer | None
+) -> list[torch.Tensor]:
     given = x.clone().requires_grad_()
     y = checkpoint_sequential(model, 4, given, use_reentrant=False)
     y.square().mean().backward()
     found = [y.detach(), given.grad]
     torch.cuda.synchronize()
     found += [p.grad for p in model.parameters() if p.grad is not None]
+    if optimizer:
+        optimizer.step()
     model.zero_grad(set_to_none=True)
     return [value.cpu().clone() for value in found]
 
@@ -80,13 +86,18 @@ def train(trains: bool, options: dict[str, object], **how: bool) -> None:
     manager = oracle_offload.attach(model, "cuda", **options)  # type: ignore[arg-type]
     if len(manager.layers) != 8:
         raise RuntimeError(f"{len(manager.layers)} layers are managed, not 8")
+    optimizers: list[torch.optim.Optimizer | None] = [None, None]
+    if how.get("stepped"):  # where the weights lie, on the card
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, resident)]
+        stream_optimizer(optimizers[0])
     for index in range(3):
         torch.manual_seed(index)
         x = torch.randn(16, WIDTH, device="cuda").to(model[0].weight.dtype)
-        for one, other in zip(step(model, x), step(resident, x), strict=True):
+        made = (step(m, x, o) for m, o in zip((model, resident), optimizers, strict=True))
+        for one, other in zip(*made, strict=True):
             if not torch.equal(one, other):
                 raise Seen(f"step {index} has other bits")
-        if trains or how.get("rewritten"):
+        if (trains or how.get("rewritten")) and not how.get("stepped"):
             with torch.no_grad():
                 for mine, theirs in zip(model.parameters(), resident.parameters(), strict=True):
                     mine.mul_(0.99)
