@@ -61,7 +61,7 @@ class LockedPool:
             if self._is_refused or not self._may_lock(self.nbytes - free + nbytes):
                 return None
             while self._free and not self._may_lock(self.nbytes + nbytes):
-                self._unlock(self._pop(next(iter(self._free))))
+                self._unlock_free()
             buffer = HostBuffer(nbytes)
             self._is_refused = self._state.engine.lock(buffer) is not None
             self._buffers[buffer.address] = buffer
@@ -86,12 +86,14 @@ class LockedPool:
                     self._free = {**free, buffer.nbytes: [*others, buffer]}
                 self._back.popleft()
             while self._is_refused and self._free:
-                self._unlock(self._pop(next(iter(self._free))))
+                self._unlock_free()
 
     def give_back_all(self) -> None:
         """Unlock all of it; who has a buffer keeps its memory, as ordinary memory."""
         with self._state.lock:
-            self._free = {}
+            self.settle()
+            while self._free:
+                self._unlock_free()
             while self._buffers:
                 self._unlock(next(iter(self._buffers.values())))
 
@@ -104,11 +106,19 @@ class LockedPool:
             del self._free[size]
         return buffer
 
+    def _unlock_free(self) -> None:
+        """Unlock one that nobody has; where that fails, it is free still."""
+        buffer = self._pop(next(iter(self._free)))
+        try:
+            self._unlock(buffer)
+        except OffloadError:
+            self.give(buffer)
+            raise
+
     def _unlock(self, buffer: HostBuffer) -> None:
         del self._buffers[buffer.address]
         try:
             self._state.engine.unlock(buffer)  # cut short before it, the end of the buffer does so
         except OffloadError:  # whoever keeps the error keeps the buffer: unlock it at the next try
             self._buffers[buffer.address] = buffer
-            self.give(buffer)
             raise

@@ -504,3 +504,24 @@ def test_trained_units_stay_for_a_second_backward_and_go_with_a_forward(device):
                 if device == "cpu" or device == "simgpu":
                     assert_same(dict(managed.named_parameters()), dict(resident.named_parameters()))
         assert copied[2] == copied[3] == copied[4] == copied[5] > 0
+
+
+def test_memory_that_somebody_has_is_given_to_none_where_it_cannot_be_unlocked(sim):
+    """Of gradients that share a buffer, and of large ones; the next backward takes other memory."""
+    managed = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600, bias=False))
+    with attached(managed, "cpu") as manager:
+        own = manager.attachment.gradients
+        pool = own._pool
+        managed(torch.ones(2, 600)).square().sum().backward()
+        held = [p.grad for p in managed.parameters()]
+        before = [gradient.clone() for gradient in held]
+        assert len(pool._buffers) == 3
+        for number, address in enumerate(list(pool._buffers)):
+            pool._buffers = {address: pool._buffers[address], **pool._buffers}  # this one first
+            with simulator.fault("cuMemHostUnregister", 1), pytest.raises(DriverError):
+                own.give_back_all()
+            managed.zero_grad()
+            managed(torch.full((2, 600), 2.0 + number)).square().sum().backward()
+            assert_same(held, before)
+        own.give_back_all()
+        assert not own.locked_bytes
