@@ -2,10 +2,19 @@
  * before, and what was measured. */
 #include "planning.h"
 
-enum { OO_CANDIDATES = 128, OO_CONTEXT = 256 }; /* bounds of one search for a match */
-enum { OO_LOOKAHEAD = 16 };                     /* uses of a unit looked at to find one far off */
-enum { OO_MEASURED = 4, OO_REMEASURED_ONE_IN = 4093 }; /* forwards of each unit; of all, a prime */
-static const double oo__memory = 15.0 / 16;            /* of copies that were measured */
+/* What chose them: see planning.h. Bounds of one search for a match: earlier visits, and how far
+ * back each is compared. So many that thirty samples do not hide the training before them, where 32
+ * was too few; 32 of the past instead of 256 change no cell. */
+enum { OO_CANDIDATES = 128, OO_CONTEXT = 256 };
+/* Uses of a unit looked at to find one far off. No other value has
+ * been measured. */
+enum { OO_LOOKAHEAD = 16 };
+/* Forwards of each unit that are measured; of all, a prime, so that each has its turn. No
+ * other values have been measured. */
+enum { OO_MEASURED = 4, OO_REMEASURED_ONE_IN = 4093 };
+/* Of copies that were measured: the latest sixteen count. No other share has been
+ * measured. */
+static const double oo__memory = 15.0 / 16;
 
 /* ---- the trace and the match ---- */
 

@@ -1,8 +1,13 @@
 /* places.c - where a unit lies: on the tape, in a pile, in a round. */
 #include "planning.h"
 
-enum { OO_LAID_AHEAD = 64 };   /* turns among which one that fits is sought */
-enum { OO_SLOTS_BETWEEN = 2 }; /* of the largest unit: a ring before that */
+/* What chose them: see planning.h. Turns among which one that fits is sought. First sweeps: 1.052
+ * with 8, 1.047 with 512, which looks at eight times as many for each place. */
+enum { OO_LAID_AHEAD = 64 };
+/* A ring between training steps, in units as large as the largest. In the previews of
+ * FLUX.1 and SDXL, 1, 2 and 4 have samples at 1.174, 1.149 and 1.165 of the bound, and the first
+ * step after them at 1.096, 1.103 and 1.117. */
+enum { OO_SLOTS_BETWEEN = 2 };
 
 /* ---- on the tape ---- */
 

@@ -3,13 +3,24 @@
 
 #include <float.h>
 
+/* What chose them: see planning.h. */
 enum {
-    OO_SLOT = 4,   /* quarters of one, which is as large as the largest unit */
-    OO_SLOTS = 4,  /* a ring where no seconds are known */
-    OO_RINGS = 14, /* that are tried */
-    OO_SIZES = 4,  /* of units, of which each is tried as the largest one that streams */
-    OO_RATES = 4,  /* of the link, that are tried */
-    OO_LAPS = 3    /* after so many a round takes as long as the one before it */
+    /* Quarters of one, which is as large as the largest unit. With whole ones FLUX.2 copied 2 to 4%
+     * more, as two slots were taken where one and a half would do. */
+    OO_SLOT = 4,
+    /* A ring where no seconds are known. First sweeps: 1.051 with 2, 1.060 with 8. */
+    OO_SLOTS = 4,
+    /* That are tried. Fourteen take 10,000 units 0.6 to 3.9 ms, as a ring that is enough ends it.
+     */
+    OO_RINGS = 14,
+    /* Of units, of which each is tried as the largest one that streams: of 250 cells of sampling 25
+     * are beyond 1.02, and 43 where a ring always holds the largest unit. */
+    OO_SIZES = 4,
+    /* Of the link, that are tried after the first: Newton's steps. flux1 with 91% offloaded takes
+     * 1.005 of the bound, and 1.034 without them. */
+    OO_RATES = 4,
+    /* After so many a round takes as long as the one before it: 2 and 6 change no cell. */
+    OO_LAPS = 3
 };
 static const size_t oo__quarters[OO_RINGS] = {4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 30, 36, 42, 48};
 

@@ -27,7 +27,8 @@ struct oo_turn {
 size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double link_bps,
                        int alone);
 
-/* A round may take so long instead of the least if that saves bytes. */
+/* A round may take so long instead of the least if that saves bytes. With 1.0 time is 1.015 and
+ * bytes 1.018; with 1.02 they are 1.021 and 1.015. */
 static inline double oo_round_nearly(double least) { return least * 1.005; }
 
 /* The one of those that stream which lies where the ring begins, in every round: else how much is
