@@ -17,7 +17,7 @@ enum {
      * are beyond 1.02, and 43 where a ring always holds the largest unit. */
     OO_SIZES = 4,
     /* Of the link, that are tried after the first: Newton's steps. flux1 with 91% offloaded takes
-     * 1.005 of the bound, and 1.034 without them. */
+     * 1.005 of the bound, and 1.034 without them. One is as good in the cells there. */
     OO_RATES = 4,
     /* After so many a round takes as long as the one before it: 2 and 6 change no cell. */
     OO_LAPS = 3
