@@ -197,6 +197,12 @@ NOTES: dict[str, dict[str, str]] = {
             'lighter `optimizer`, or `train="lora"`.'
         ),
         "its state is not known": "Name one whose state has the same shape.",
+        "in backward the weights of a full training are stepped": (
+            'Without `train="full"`, or with `master_dtype`, leave `during_backward` out.'
+        ),
+        "weights are stepped once for each backward": (
+            "Several micro-batches have several backwards: take one, or step after backward."
+        ),
         "is neither 'lora' nor 'full'": 'QLoRA is `train="lora"` with `quantize="nf4"`.',
         "bytes of addresses for a replay": (
             "A planned step is replayed with an arena of addresses alone, which take no memory; "

@@ -142,7 +142,7 @@ PLAN = {
     "measure": True, "card": None, "vram": None, "ram": None, "link_gbps": None,
     "memory_gbps": None, "tflops": None, "launch_s": None, "upstream": 1,
     "offload_percent": None, "vram_budget": None, "ram_budget": None, "margin": 0.08,
-    "verify": None, "json": False, "html": None,
+    "verify": None, "json": False, "html": None, "during_backward": False,
 }  # fmt: skip
 BENCH = {"matrix": "a.py", "steps": "8", "device": "cuda", "json": False, "more": []}
 EXPLAIN = {
@@ -154,7 +154,7 @@ TAKEN: dict[str, dict[str, object]] = {
     " --master-dtype fp32 --quantize nf4 --compress auto --no-checkpointing --batch 2"
     " --micro-batches 3 --sample 512 --no-measure --card 16 --vram 20GiB --ram 48GB --link-gbps 25"
     " --memory-gbps 900 --tflops 80 --launch-s 1e-5 --upstream 2 --offload-percent 0.5 --margin 0.1"
-    " --vram-budget 9GiB --ram-budget auto"
+    " --vram-budget 9GiB --ram-budget auto --during-backward"
     " --verify run.jsonl --json --html page": {
         "model": "1M", "train": "full", "rank": 4, "targets": ["a", "b"], "optimizer": "sgd",
         "fetch": False, "dtype": "fp8", "adapter_dtype": "bf16", "master_dtype": "fp32",
@@ -162,7 +162,7 @@ TAKEN: dict[str, dict[str, object]] = {
         "micro_batches": 3, "sample": "512", "measure": False, "card": "16", "vram": "20GiB",
         "ram": "48GB", "link_gbps": 25.0, "memory_gbps": 900.0, "tflops": 80.0, "launch_s": 1e-5,
         "upstream": 2, "offload_percent": 0.5, "vram_budget": "9GiB", "ram_budget": "auto",
-        "margin": 0.1, "verify": "run.jsonl", "json": True,
+        "margin": 0.1, "verify": "run.jsonl", "json": True, "during_backward": True,
         "html": "page",
     },
     "bench --matrix a.py": BENCH,
