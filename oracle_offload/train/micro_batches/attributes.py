@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
@@ -141,18 +142,22 @@ class _Trained:
     """Which parameters of a model require gradients, like a dict of one entry."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.parameters())
-        self._last = tuple(one.requires_grad for one in self._parameters)
+        # Weakly: some may be lent, in another thread too, and whoever keeps those is refused.
+        self._parameters = [weakref.ref(one) for one in model.parameters()]
+        self._last: tuple[bool, ...] = ()
+        self.get("")
 
     def get(self, _: str, __: Any = None) -> tuple[bool, ...]:
-        now = tuple(one.requires_grad for one in self._parameters)
+        found = (one() for one in self._parameters)
+        now = tuple(one is not None and one.requires_grad for one in found)
         if now != self._last:
             self._last = now
         return self._last
 
     def __setitem__(self, _: str, value: tuple[bool, ...]) -> None:
-        for one, trained in zip(self._parameters, value, strict=True):
-            if one.requires_grad is not trained:
+        for parameter, trained in zip(self._parameters, value, strict=True):
+            one = parameter()
+            if one is not None and one.requires_grad is not trained:
                 one.requires_grad_(trained)
 
 
