@@ -183,17 +183,22 @@ def test_a_time_beyond_the_interval(lora: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["after", "in", "host"])
-def test_a_full_training_is_as_it_was_planned(how: str, sim: Any) -> None:
-    from oracle_offload.train import stream_optimizer
+def test_a_full_training_is_as_it_was_planned(
+    how: str, sim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from oracle_offload.train import in_backward, stepping, stream_optimizer
 
-    net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    # As in a real arena, there is room for what waits to be stepped.
+    monkeypatch.setattr(stepping, "BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 2)
+    net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
     found = oracle_offload.plan(
         net,
         train="full",
         during_backward=how == "in",
         card=24,
         ram="64GB",
-        budget=Budget(offload_percent=1.0),
+        budget=Budget(vram_budget="2MiB"),
         sample={"input": (2, 256)},
     )
     x = torch.ones(2, 256)
