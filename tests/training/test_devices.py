@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 import oracle_offload
 from oracle_offload import OffloadError, _core
 from oracle_offload.engine import simulator
-from oracle_offload.engine.devices import Cuda, parse_device
+from oracle_offload.engine.devices import KINDS, Cuda, parse_device
 from oracle_offload.engine.engines import open_states
 
 
@@ -210,3 +211,9 @@ def test_the_link_of_a_card_is_as_fast_as_the_fastest_of_a_few_copies(card, ente
     assert buffers[1].tolist() == buffers[0].tolist() == [1] * 4
     assert model.link_gbps == pytest.approx(nbytes / 2e-3 / 1e9)
     assert model.memory_bytes == simulator.preset("rtx4090").memory_bytes
+
+
+def test_the_seconds_of_work_are_those_that_it_takes():
+    done = []
+    seconds = KINDS["cpu"](torch.device("cpu")).seconds_of(lambda: done.append(time.sleep(0.01)))
+    assert done == [None] and seconds >= 0.01
