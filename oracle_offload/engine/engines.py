@@ -331,12 +331,11 @@ class DeviceState:
             stepper.await_home(unit)
 
     def give_up_copies(self) -> bool:
-        """Step no copy where it lies from here on: a unit has no place; say whether there was one.
+        """Step no copy where it is from here on: a unit has no place; say whether there was one.
 
         What is to be stepped comes from the masters instead.
         """
-        steppers = {stepper for row in list(self.rewritten.values()) for stepper in row}
-        return any(stepper.give_up_copies() for stepper in steppers)
+        return any(stepper.give_up_copies() for stepper in set(self.steppers.values()))
 
     def end_rewrites(self, stepper: Any) -> None:
         """All that `stepper` has sent is home."""

@@ -6,8 +6,8 @@ to the device once more: no version and no sample tells surely of a write throug
 read all bytes takes longer than to copy them.
 
 Of a weight whose optimizer is streamed the norm is computed as its gradient leaves: who streams it
-says of such writes (`Manager.writing`). It is known until a version, samples, or a norm that is not
-finite tell of another write. Which norms are wanted the first call tells.
+says of such writes (`MemoryManager.writing`). It is known until a version, samples, or a norm that
+is not finite tell of another write. Which norms are wanted the first call tells.
 """
 
 from __future__ import annotations

@@ -250,12 +250,15 @@ class InBackward(Stepper):
                 self._drop_kept(unit)
 
     def give_up_copies(self) -> bool:
-        """`await_home` of all units; return whether there was one."""
+        """End the uses that wait for a gradient, and `await_home` of all units that are left."""
         with self.state.gradients_lock:
-            units = list(self._rewritten)
+            used, units = list(self._used), list(self._rewritten)
+            self._used.clear()
+            for unit in used:
+                self._drop_kept(unit)
             for unit in units:
                 self.await_home(unit)
-            return bool(units)
+            return bool(used or units)
 
     @torch.no_grad()
     def end(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Container
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..engine.devices import KINDS
 from ..engine.engines import DeviceState
 from ..engine.geometry import stored_bytes, tensor_bytes
 from ..host.sizes import format_size
@@ -63,7 +63,8 @@ class _Managed(NamedTuple):
 
 def predict(optimizer: Any, kind: Any, state: DeviceState, managed: Container[int]) -> StepSeconds:
     """Return the seconds of a step on the device and on the host; small steps are measured."""
-    on_host = _tried(optimizer, kind, torch.device("cpu"), managed, _timed_on_host)
+    host = torch.device("cpu")
+    on_host = _tried(optimizer, kind, host, managed, KINDS["cpu"](host).seconds_of)
     weights, states = on_host.nbytes, on_host.states
     kept = min(weights, sum(segment.nbytes for segment in state.segments))
     there, home = weights - kept + weights + states, weights + states
@@ -142,9 +143,3 @@ def _of_group(
     scale = nbytes / max(1, tensor_bytes(tried))
     kept = sum(stored_bytes(each) for each in tensors_of(states.get(tried, {})) if each.dim())
     return _Managed(nbytes, scale * kept, scale * min(seconds[1:]))
-
-
-def _timed_on_host(work: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin

@@ -865,6 +865,32 @@ def test_where_a_unit_has_no_place_copies_that_wait_to_be_stepped_are_given_up(
         assert not manager.state.kept_bytes
 
 
+def test_where_a_unit_has_no_place_uses_that_wait_for_a_gradient_end(
+    device, monkeypatch, small_batches
+):
+    """Each of the first two is used twice: its gradient comes when what is between has computed."""
+    if small_batches == "together":
+        pytest.skip("in units of their own")
+    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 1)
+    sizes = [(32, 32), (32, 32), (32, 52), (52, 32), (32, 4)]
+    managed = nn.Sequential(*(nn.Linear(*each) for each in sizes))
+    models = managed, copy.deepcopy(managed).to(device)
+    with attached(managed, device, offload_percent=1.0) as manager:
+        assert len({layer.unit for layer in manager.layers}) == 5
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+        streamed(optimizers[0])
+        for number in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+                y = model[:2](model[:4](x.to(device).requires_grad_()))
+                model[4](y).square().mean().backward()  # its gradient is the first
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_alike(models, optimizers)
+        assert not any(pins for *_, pins in manager.state.engine.residents())
+        assert not manager.state.kept_bytes
+
+
 def test_the_witness_lets_a_step_in_backward_copy_what_is_not_locked(device):
     managed, resident, make = build(device, OPTIMIZERS["adamw"])
     with attached(managed, device, lock="never") as manager:
