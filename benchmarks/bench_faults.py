@@ -22,7 +22,8 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
     """Run each drill by its name."""
     planned: list[tuple[str, str, dict[str, str], tuple[str, ...]]]
     planned = [(name, name, {}, ()) for name in DRILLS]
-    for setting in ("expandable_segments:True", "backend:cudaMallocAsync"):
+    allocators = ("expandable_segments:True", "backend:cudaMallocAsync")
+    for setting in () if common.is_simulated(device) else allocators:
         # The first name is read by every torch; the second one warns that it is the old one.
         settings = {"PYTORCH_ALLOC_CONF": setting, "PYTORCH_CUDA_ALLOC_CONF": setting}
         planned.append((setting, "attach and detach", settings, ()))
@@ -36,6 +37,9 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
             planned, pool.map(lambda plan: drill(device, *plan[1:]), planned), strict=True
         ):
             yield {"name": name, **row}
+    if common.is_simulated(device):
+        for setting in allocators:
+            yield {"name": setting, "skipped": "a setting of torch's allocator for CUDA"}
     if checker is None:
         yield {"name": "compute-sanitizer", "skipped": "compute-sanitizer is not on PATH"}
 
