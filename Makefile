@@ -5,7 +5,7 @@
 #   ARGS="-k name -x"        more arguments for pytest, the demo or the benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-all test-bill device-type lint format bench ctest asan-check asan-python tsan-check \
+.PHONY: help build demo test test-all test-bill test-shuffled device-type lint format bench ctest asan-check asan-python tsan-check \
         windows-check analyze compile_commands.json \
         proof mutation mutation-near mutation-python mutation-python-all coverage fuzz conformance screenshots \
         cuda-environment cuda-build cuda-core cuda-check oldest-torch newest-torch \
@@ -30,6 +30,7 @@ help:
 	@echo "make test          build in place and run what a change breaks most often: minutes"
 	@echo "make test-all      every behaviour once, as .ci/run has it"
 	@echo "make test-bill     the same, and what each test costs into docs/development.md"
+	@echo "make test-shuffled test-all in another order, of files and of the tests in each: SEED=1"
 	@echo "make device-type   the tests that take a device, on a device type that is not cpu"
 	@echo "make cuda-check    PyTorch's CUDA build over the simulated driver, in .venv-cuda (6.5 GB)"
 	@echo "make cuda-core     the part of it that a change breaks most often: minutes"
@@ -163,6 +164,12 @@ test: build
 test-all: build
 	"$(PY)" -m pytest $(side_by_side) $(slowest) -m "not gpu and not slow and not (ci and elsewhere)" \
 		$(ARGS)
+
+# The files in another order, and the tests of each: the seed names it.
+SEED ?= 1
+test-shuffled: build
+	"$(PY)" -m pytest $(side_by_side) --random-order-bucket=module --random-order-seed=$(SEED) \
+		-m "not gpu and not slow and not (ci and elsewhere)" $(ARGS)
 
 test-bill: build
 	"$(PY)" -m pytest $(side_by_side) -p bill --bill out/bill.json $(ARGS)
