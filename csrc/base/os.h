@@ -20,7 +20,7 @@ void oo__section_close(int section);
 void *oo__pages_map_shared(size_t bytes, int file, uint64_t begin);
 /* Let whole pages be written from now on, or read alone. Returns 0, or -1 with errno. */
 int oo__pages_protect(void *pages, size_t bytes, int writable);
-/* A hint for whole pages that nobody has touched yet. */
+/* A hint for whole pages that have not been touched yet. */
 void oo__pages_ask_huge(void *pages, size_t bytes);
 uint64_t oo__nanoseconds(void); /* of a clock that never goes back */
 void oo__pages_unmap(void *pages, size_t bytes);
@@ -32,11 +32,11 @@ int oo__pages_inherit(void *pages, size_t bytes, int keep);
 int oo__pages_written(const void *memory, size_t bytes);
 /* Let all pages of a mapping show a file from `begin` on, a multiple of a page: privately, and
  * copied on write. Returns 0, or -1 with errno. On Windows only what is a section's already, and in
- * two steps: nobody may read it meanwhile, and on -1 it may be gone. */
+ * two steps: it must not be read meanwhile, and on -1 it may be gone. */
 int oo__pages_show(void *pages, size_t bytes, int file, uint64_t begin);
-/* Copy the pages of a private mapping, where they are, to memory that is no file's. Whoever writes
- * them meanwhile may write to what is dropped. Returns 0, or -1 where there is no memory or the
- * system has no such call; then they are as they were. */
+/* Copy the pages of a private mapping, where they are, to memory that is no file's. A thread that
+ * writes them meanwhile may write to pages that are then dropped. Returns 0, or -1 where there is
+ * no memory or the system has no such call; then they are as they were. */
 int oo__pages_own(void *memory, size_t bytes);
 size_t oo__page_bytes(void);
 
@@ -68,14 +68,15 @@ size_t oo__processors(void);
 #define OO_SYS "/sys"
 int oo__numa_node(const char *sys, const char *pci_id);
 /* Run the calling thread on the node's processors alone, as far as it may run there at all, until
- * oo__thread_unbind. What it touches first lies in the node's memory. NULL where nothing changes.
+ * oo__thread_unbind. Pages that it touches first are in the node's memory. NULL where nothing
+ * changes.
  */
 struct oo_binding;
 struct oo_binding *oo__thread_bind(const char *sys, int node);
 void oo__thread_unbind(struct oo_binding *binding);
 
-/* Whether CUDA's driver stands on Windows' display driver model, which collects work before it is
- * handed to the device: on Windows, and on Linux inside it (WSL2). */
+/* Whether CUDA's driver uses Windows' display driver model, which collects work before it hands it
+ * to the device: on Windows, and on Linux inside it (WSL2). */
 int oo__driver_submits_late(void);
 
 void *oo__library_open(const char *path); /* NULL when it cannot be loaded */

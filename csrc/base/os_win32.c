@@ -193,7 +193,7 @@ size_t oo__processors(void) {
     return info.dwNumberOfProcessors;
 }
 
-/* Which node a PCI device is nearest to is told by the device manager alone: the driver is asked.
+/* Only the device manager knows which node a PCI device is nearest to: the driver is asked.
  */
 int oo__numa_node(const char *sys, const char *pci_id) {
     (void)sys, (void)pci_id;
@@ -228,7 +228,7 @@ int oo__driver_submits_late(void) { return 1; } /* cards in TCC mode do not: dev
 void *oo__library_open(const char *path) { return (void *)LoadLibraryExA(path, NULL, 0); }
 
 void *oo__library_open_cuda(void) {
-    /* The system folder only: a nvcuda.dll beside the program would be a planted one. */
+    /* The system folder only: an nvcuda.dll next to the program would be a planted one. */
     return (void *)LoadLibraryExA(oo__cuda_library_name, NULL, LOAD_LIBRARY_SEARCH_SYSTEM32);
 }
 

@@ -79,14 +79,14 @@ int oo_arena_find(const struct oo_arena *arena, struct oo_search *search);
 /* Find a free window. */
 int oo_arena_find_free(struct oo_arena *arena, size_t bytes, struct oo_window *window);
 /* Positions count through all segments. The first one from `position` on, around the end, where
- * `bytes` lie in one segment; 0 when there is none. */
+ * `bytes` fit in one segment; 0 when there is none. */
 size_t oo_arena_fit(const struct oo_arena *arena, size_t position, size_t bytes);
 /* The last position where they end at `end` or before; OO_ANYWHERE when there is none. */
 size_t oo_arena_fit_below(const struct oo_arena *arena, size_t end, size_t bytes);
-/* The window over `bytes` at such a position, whoever is there. 0: they leave their segment. */
+/* The window over `bytes` at such a position, occupied or not. 0: they leave their segment. */
 int oo_arena_window_at(struct oo_arena *arena, size_t position, size_t bytes,
                        struct oo_window *window);
-/* Records for one more unit in the arena: its block and the gap beside it. 0: no memory. */
+/* Records for one more unit in the arena: its block and the gap next to it. 0: no memory. */
 int oo_arena_reserve(struct oo_arena *arena);
 /* Put `unit` into the window: where the window says, or against the neighbour that was placed last,
  * so that what is left over is where the next placement will be. Occupants are evicted by this.

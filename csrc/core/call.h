@@ -18,7 +18,7 @@ enum {
 enum oo_status oo__enter(struct oo_engine *engine, int flags);
 void oo__leave(struct oo_engine *engine);
 /* Give the mutex up until another call ends a use, or the clock shows `until_s`; may return for no
- * reason. The context is left: oo__leave, and begin the call anew. */
+ * reason. The context is left: oo__leave, and begin the call again. */
 void oo__wait_for_a_release(struct oo_engine *engine, double until_s);
 /* Status of a driver call; a sticky result kills the engine. */
 enum oo_status oo__check(struct oo_engine *engine, const char *call, OOCUresult result);

@@ -2,13 +2,13 @@
  *
  * Trained weights spend few bits of information on their exponents: three values hold about three
  * quarters of a tensor, three more most of the rest. A weight is rotated left by one where its sign
- * comes first, so that the exponent stands above mantissa and sign, and is cut in two: `low_bits`
- * are stored as they are, what is above them is its symbol. A symbol is coded in tiers: two bits
- * name one of three, or send on to two bits for three more, or on to three bits for seven more, or
- * on to the symbol itself. Every place is known from population counts alone, so a warp decodes a
- * block without a table and without a search.
+ * comes first, so that the exponent is above mantissa and sign, and is cut in two: `low_bits` are
+ * stored as they are, what is above them is its symbol. A symbol is coded in tiers: two bits name
+ * one of three, or send on to two bits for three more, or on to three bits for seven more, or on to
+ * the symbol itself. Every place is known from population counts alone, so a warp decodes a block
+ * without a table and without a search.
  *
- * A chunk stands alone, little endian:
+ * A chunk can be decoded by itself; it is little endian:
  *
  *     header          64 bytes: struct oo_codec_header
  *     index           u32 for each block and one more: where its tail begins, in words; bit 31 says

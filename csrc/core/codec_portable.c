@@ -79,7 +79,7 @@ static unsigned oo__encode(const uint8_t *symbols, const struct oo_palette *pale
     return 2 * n_second + 3 * n_third + 8 * *n_raw;
 }
 
-/* How many of `count` codes are all ones; the planes of their bits lie one after the other. */
+/* How many of `count` codes are all ones; the planes of their bits follow one another. */
 static unsigned oo__sent_on(const uint32_t *tail, unsigned from, unsigned count, unsigned planes) {
     unsigned sum = 0;
     for (unsigned i = 0; i < count; i += 32) {

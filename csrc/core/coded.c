@@ -2,7 +2,8 @@
  *
  * Threads take the chunks in turn. How many bytes a chunk takes is known once it is encoded, so
  * each is encoded aside and waits for the one before it to have its place. Chunks are decoded where
- * they lie: their headers tell how long they are. The mutex protects what is below it in the job.
+ * they are stored: their headers say how long they are. The mutex protects what is below it in the
+ * job.
  */
 #include "coded.h"
 #include "../base/os.h"
@@ -12,7 +13,7 @@
 
 enum { OO_CODED_THREADS = 16 };
 
-static const double oo__patience_s = 3600; /* whoever waits is woken; a clock needs an end */
+static const double oo__patience_s = 3600; /* a thread that waits is woken; a clock needs an end */
 
 enum oo_work { OO_ENCODE, OO_DECODE, OO_COMPARE, OO_CHECK };
 

@@ -1,7 +1,7 @@
-/* copies.c - which copies still read masters where they lie.
+/* copies.c - which copies still read masters directly.
  *
- * Who rewrites masters waits for the copies that read them. As a rule that costs no call of the
- * driver: a gradient that has arrived came after kernels that came after the copies. */
+ * Code that rewrites masters waits for the copies that read them. As a rule that costs no call of
+ * the driver: a gradient that has arrived came after kernels that came after the copies. */
 #include "copies.h"
 #include "call.h"
 #include "timing.h"

@@ -1,10 +1,10 @@
-/* copies.h - which copies still read masters where they lie. */
+/* copies.h - which copies still read masters directly. */
 #ifndef OO_COPIES_H
 #define OO_COPIES_H
 
 #include "state.h"
 
-/* A copy that reads the unit's masters where they lie is queued on the h2d stream, or about to be.
+/* A copy that reads the unit's masters directly is queued on the h2d stream, or about to be.
  */
 void oo__note_copy(struct oo_engine *engine, struct oo_unit *unit);
 /* `stream`, which lasts as long as the engine, waits for the arrival of the unit's copy. */

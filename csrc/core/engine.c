@@ -1,7 +1,7 @@
 /* engine.c - one use of a unit, from top to bottom: copy in, acquire, release, prefetch, evict.
  * What to do is decided in plan.c; here it is carried out, in the right order.
  *
- * The hazards, the wait that closes each, and where it stands:
+ * The hazards, the wait that closes each, and the file that it is in:
  *   H1  a kernel reads a slot before its copy has arrived
  *           the compute stream waits for `ready`, or for a trip back    engine.c, trip.c
  *   H2  a copy overwrites bytes that a kernel still reads
@@ -28,7 +28,7 @@
  *           the decode stream waits for the chunk's copy                staging.c
  *   H12 a copy overwrites a piece of staging memory that a kernel still decodes
  *           the h2d stream waits for the piece's last decode            staging.c
- *   H13 a copy overwrites bytes that a kernel still decodes into, of a unit that nobody has used,
+ *   H13 a copy overwrites bytes that a kernel still decodes into, of a unit that has not been used,
  *       or whose uses the decode stream alone has waited for
  *           the h2d stream waits for the decode stream                  staging.c
  *   H14 `ready`, which follows the last decode, passes copies of what is not coded
@@ -170,7 +170,7 @@ done:
     return status;
 }
 
-/* Queue the copy of a unit that the device reads where it lies. */
+/* Queue the copy of a unit whose masters the device reads directly. */
 static enum oo_status oo__copy_locked(struct oo_engine *engine, uint32_t id, uintptr_t address,
                                       const struct oo_event *ready) {
     const struct oo_unit *unit = &engine->units[id];
@@ -198,7 +198,8 @@ static void oo__journal_decodes(struct oo_engine *engine, uint32_t id) {
 }
 
 /* Order what will be written for the unit after all uses of the window's bytes. Chunks need no slot
- * before they are decoded, so that the link goes on while kernels still read what lies there. */
+ * before they are decoded, so that the link is not idle while kernels still read what is in the
+ * window. */
 static enum oo_status oo__clear(struct oo_engine *engine, const struct oo_unit *unit,
                                 const struct oo_window *window) {
     struct oo_decoder *decoder = &engine->decoder;
@@ -278,7 +279,7 @@ static void oo__set_held(struct oo_engine *engine, int held) {
 
 /* A sweep is one pass over the units: forward and backward are two. The first hit of a member in a
  * sweep checks its fingerprint, since no version counter sees every write. Which sweep a use that
- * is asked for now belongs to; it is counted by oo__note_sweep, once no call begins anew. */
+ * is asked for now belongs to; it is counted by oo__note_sweep, once no call begins again. */
 static uint64_t oo__sweep_of(const struct oo_engine *engine, const struct oo_member *member,
                              int64_t task) {
     const int in_task = task >= 0;
@@ -348,8 +349,8 @@ static void oo__note_fetched(struct oo_fetched *fetched, uint32_t id) {
     fetched->units[fetched->count++] = id;
 }
 
-/* The caller is told of these copies only by a call that succeeds, so after a failure nobody stamps
- * them. */
+/* Only a call that succeeds returns these copies to the caller, so after a failure they are not
+ * stamped. */
 static void oo__distrust(struct oo_engine *engine, const struct oo_fetched *fetched) {
     for (uint32_t i = 0; i < fetched->count; i++)
         engine->units[fetched->units[i]].stale = 1;
@@ -366,8 +367,8 @@ static double oo__await_until(double *since_s, double patience_s) {
 }
 
 /* The unit's copy is out of date and in use; it is replaced when its uses have ended. OO_OK: one
- * may have ended, so begin the call anew. Nobody waits for a kept use: it may end in a step to
- * come, and by this thread. */
+ * may have ended, so begin the call again. A kept use is never waited for: it may end in a later
+ * step, and by this thread. */
 static enum oo_status oo__await_uses(struct oo_engine *engine, uint32_t id, int flags,
                                      double *since_s) {
     const double until_s = oo__await_until(since_s, engine->patience_s);
@@ -421,7 +422,7 @@ static enum oo_status oo__acquire_late(struct oo_engine *engine, uint32_t id,
     if (status == OO_OK) {
         status = oo__feed_await(engine, id);
         if (status != OO_OK)
-            (void)oo__drop(engine, id); /* nobody has used it: nothing that could fail */
+            (void)oo__drop(engine, id); /* it has not been used: nothing can fail */
     }
     if (status == OO_OK) {
         engine->models[engine->units[id].model].stats.late++;
@@ -450,13 +451,13 @@ static enum oo_status oo__end_use(struct oo_engine *engine, uint64_t ticket, OOC
 /* After a use has ended, and its row with it. */
 static void oo__use_ended(struct oo_engine *engine, uint32_t id) {
     struct oo_unit *unit = &engine->units[id];
-    oo__mutex_wake(engine->mutex); /* whoever waits for uses */
+    oo__mutex_wake(engine->mutex); /* threads that wait for uses */
     if (oo_plan_pins(engine->plan, id))
         return;
     oo__rows_forget(engine, unit); /* of uses that ended on another stream */
     /* Without a context its uses cannot be ordered before the copy that will replace it. */
     if (unit->leaving && (!engine->usable || oo__drop(engine, id) != OO_OK))
-        unit->stale = 1; /* it stays, but must be copied anew */
+        unit->stale = 1; /* it stays, but must be copied again */
 }
 
 /* End a use that this thread's acquire began, or another's. */
@@ -536,7 +537,7 @@ again:
         resident = 0;
     } else {
         status = oo__feed_await(engine, id);
-        if (status != OO_OK) { /* as a copy ahead that fails at once: given up, and made anew */
+        if (status != OO_OK) { /* as a prefetch that fails at once: given up, and made again */
             stats->prefetch_failures++;
             OO_TRY(engine->dead == OO_OK ? oo__drop(engine, id) : status);
             resident = 0;
@@ -618,8 +619,8 @@ enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *
 
 /* ---- release and prefetch ---- */
 
-/* Whether copy threads may be writing to the window: they have to be stopped first. (Beside them,
- * who decodes may wait for a piece of staging memory that one of them has.) */
+/* Whether copy threads may be writing to the window: they have to be stopped first. (While they
+ * run, a thread that decodes may wait for a piece of staging memory that one of them has.) */
 static int oo__is_being_fed(const struct oo_engine *engine, const struct oo_window *window) {
     for (const struct oo_block *block = window->first;; block = block->next) {
         const struct oo_feed *feed =
@@ -839,8 +840,8 @@ static enum oo_status oo__hold(struct oo_engine *engine, int rests) {
         if (unit->copy > last_copy)
             last_copy = unit->copy;
     }
-    /* H7: the caller may rewrite what a copy, or a kernel, still reads where it lies. A gradient
-     * that arrived after the copies tells that they have ended. */
+    /* H7: the caller may rewrite masters that a copy, or a kernel, still reads directly. A gradient
+     * that arrived after the copies shows that they have ended. */
     OO_TRY(oo__await_copies(engine, last_copy));
     OO_TRY(oo__await_reads(engine));
 done:
@@ -857,7 +858,7 @@ enum oo_status oo_engine_settle(struct oo_engine *engine) {
     if (status != OO_OK)
         return status;
     oo__feeds_await(engine);
-    /* H7: the caller may rewrite any master that a copy, or a kernel, still reads where it lies. */
+    /* H7: the caller may rewrite any master that a copy, or a kernel, still reads directly. */
     OO_TRY(oo__await_copies(engine, engine->copies.queued));
     OO_TRY(oo__await_reads(engine));
 done:

@@ -1,15 +1,16 @@
 /* feed.c - threads of the engine's own bring what is not locked to the device, so that the thread
  * that trains need not.
  *
- * The copy of a unit that cannot be read by the device where it lies is queued as a feed. The copy
+ * The copy of a unit whose masters the device cannot read directly is queued as a feed. The copy
  * threads take pieces of the first feed in turn: each waits for a piece of the ring, copies masters
- * into it, and queues the copy to the device on the h2d stream. Whoever ends the last piece records
- * the unit's event. Where no byte can be locked for a ring, a part is copied as it is, by one of
- * them.
+ * into it, and queues the copy to the device on the h2d stream. The thread that ends the last piece
+ * records the unit's event. Where no byte can be locked for a ring, a part is copied as it is, by
+ * one of them.
  *
  * The feeder's mutex protects the queue, the feeds from their begin to their end, and which pieces
  * of the ring are taken. It is taken after the engine's; a copy thread never takes that one, nor
- * touches what it protects. So whoever holds the engine's mutex may wait for the copy threads. */
+ * touches what it protects. So a thread that holds the engine's mutex may wait for the copy
+ * threads. */
 #include "feed.h"
 #include "../base/os.h"
 #include "copies.h"
@@ -22,7 +23,7 @@
 #include <string.h>
 
 static const struct oo_part_times oo__untimed = {NULL, NULL, NULL, NULL};
-static const double oo__idle_s = 3600; /* whoever waits is woken; a clock needs an end */
+static const double oo__idle_s = 3600; /* a thread that waits is woken; a clock needs an end */
 
 /* ---- the queue: under the feeder's mutex ---- */
 
@@ -46,7 +47,7 @@ static void oo__queue_put(struct oo_feeder *feeder, struct oo_feed *feed, int ur
 }
 
 /* The feed to go on with; NULL: none. One that is measured runs alone, so that its time is its own,
- * and nobody who came after it begins before. */
+ * and no later one begins before it. */
 static struct oo_feed *oo__queue_next(const struct oo_feeder *feeder) {
     int passed = 0;
     for (struct oo_feed *feed = feeder->first; feed; feed = feed->next) {
@@ -163,7 +164,7 @@ static int oo__copy_as_it_is(struct oo_engine *engine, const struct oo_piece *pi
                    engine->driver.cuMemcpyHtoDAsync(piece->target, piece->host, piece->bytes,
                                                     engine->h2d)))
         return 0;
-    /* H7: the driver may or may not have staged pageable bytes, so that nobody may rewrite them
+    /* H7: the driver may or may not have staged pageable bytes, so they must not be rewritten
      * before the copy has ended. */
     return oo__works(failure, "cuStreamSynchronize",
                      engine->driver.cuStreamSynchronize(engine->h2d));
@@ -394,7 +395,7 @@ static void oo__feed_count(struct oo_engine *engine, uint32_t id) {
     engine->stats.unlocked_h2d_seconds += (double)feed->nanoseconds * 1e-9;
     engine->stats.copy_waits += feed->waits;
     engine->stats.recoveries += feed->recoveries;
-    if (feed->bytes > feed->unlocked_bytes) /* the device has read, or reads, some where they lie */
+    if (feed->bytes > feed->unlocked_bytes) /* the device has read, or reads, some directly */
         oo__note_copy(engine, unit);
     feed->bytes = feed->unlocked_bytes = feed->nanoseconds = 0;
     feed->copies = feed->waits = feed->recoveries = feed->decodes = feed->decoded_bytes = 0;

@@ -65,7 +65,7 @@ static int oo__find(struct oo_plan *plan, uint32_t unit, uint64_t later_than,
 
 /* ---- whether a place is free ---- */
 
-/* Whether the unit's place on the tape is free for it. FREE: all units that lie there are needed
+/* Whether the unit's place on the tape is free for it. FREE: all units that are there are needed
  * later than the unit is needed `again`, so none of them has to come back during its stay, as in a
  * forward and a backward that mirror each other. FREE_SOON: that will be so once they have been
  * used, which is before the unit is used, `distance` visits from now. BUSY: one of them is needed
@@ -89,8 +89,8 @@ static enum oo_tape_state oo__tape_state(struct oo_plan *plan, uint32_t unit, ui
     }
 }
 
-/* Whether all who lie in the unit's place are used later than that, so that none of them has to
- * come back before it is used. */
+/* Whether all units in the unit's place are used later than that, so that none of them has to come
+ * back before it is used. */
 static int oo__place_is_free(struct oo_plan *plan, uint32_t unit, size_t place, uint64_t distance,
                              struct oo_window *window) {
     if (!oo_arena_window_at(&plan->arena, place, plan->units[unit].bytes, window))
@@ -179,8 +179,8 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
     if (pile != OO_ANYWHERE)
         return oo__place_is_free(plan, *unit, pile, distance, window);
     uint64_t after = oo__use_after(plan, ahead->end);
-    /* Who was spread or streamed may lie in its place and be needed before those that have been
-     * used.
+    /* A unit that was spread or streamed may be in its place and be needed before those that have
+     * been used.
      */
     if (plan->rounds.spread_over && !oo__is_forward_at(plan, ahead->end))
         after = oo__use_in_next_forward(plan, after);

@@ -88,7 +88,7 @@ void oo__learn_block(struct oo_plan *plan) {
     plan->marks++;
     for (uint64_t i = begin; i < current; i++) {
         if (oo__is_forward_at(plan, i))
-            return; /* another step lies between: not one block */
+            return; /* another step is between: not one block */
         struct oo_plan_unit *between = oo__first_met(plan, i);
         if (between)
             bytes += between->bytes;

@@ -1,4 +1,4 @@
-/* furthest.h - the units that lie in the arena, those needed last first. Pure bookkeeping: what is
+/* furthest.h - the units that are in the arena, those needed last first. Pure bookkeeping: what is
  * evicted is looked for among a few, however many units there are. */
 #ifndef OO_FURTHEST_H
 #define OO_FURTHEST_H

@@ -16,7 +16,7 @@ struct oo_host {
     struct oo_known *known; /* by which engines */
     struct oo_registration *registrations;
     int locked;      /* how many they are */
-    int node;        /* that its pages shall lie on; -1: on any */
+    int node;        /* that its pages shall be on; -1: on any */
     const char *sys; /* OO_SYS, but for tests */
     int kept;        /* the driver may hold pages of it for good: they are never freed */
     /* Of filling: see oo__stretch_begin. Index 0 are small pages, 1 huge ones. */

@@ -1,4 +1,4 @@
-/* journal.c - what the engine has told the device to do, in order. */
+/* journal.c - what the engine has made the device do, in order. */
 #include "journal.h"
 #include "call.h"
 #include "simulated.h"

@@ -1,4 +1,4 @@
-/* journal.h - what the engine has told the device to do, in order. */
+/* journal.h - what the engine has made the device do, in order. */
 #ifndef OO_JOURNAL_H
 #define OO_JOURNAL_H
 

@@ -57,7 +57,7 @@ static enum oo_status oo__loan_check(struct oo_engine *engine, uint32_t lease, u
     return OO_OK;
 }
 
-/* The device may be told to write to it from now on, by the h2d stream. */
+/* From now on the h2d stream may have work that writes to it. */
 static enum oo_status oo__loan_begin(struct oo_engine *engine, uintptr_t address, size_t bytes,
                                      OOCUstream stream) {
     enum oo_status status;

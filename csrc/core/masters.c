@@ -119,7 +119,7 @@ static enum oo_status oo__registration_give(struct oo_engine *engine, struct oo_
     return status;
 }
 
-/* Every engine waits for its own copies, whoever unregisters. */
+/* Every engine waits for its own copies, whichever engine unregisters. */
 static enum oo_status oo__copies_have_ended(struct oo_engine *engine) {
     /* H7: no DMA may still use pages that are given back, or written as ordinary memory. */
     enum oo_status status;
@@ -338,8 +338,8 @@ done:
 enum oo_status oo_host_destroy(struct oo_host *host) {
     /* A DMA from pages given back to the system would read another owner's bytes. Where unlocking
      * fails the memory is leaked, with the record that its engine still holds: memory lost is
-     * better than weights wrong. Nobody else may use the memory now, so its mutex is not taken: in
-     * a forked child it may be held for ever. */
+     * better than weights wrong. No other thread may use the memory now, so its mutex is not taken:
+     * in a forked child it may be held for ever. */
     while (host && host->known) {
         enum oo_status status = oo_engine_unlock(host->known->engine, host);
         if (status != OO_OK)

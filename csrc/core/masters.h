@@ -1,13 +1,14 @@
-/* masters.h - host memory that masters lie in: locked for the device, and forgotten again. */
+/* masters.h - host memory that masters are stored in: locked for the device, and forgotten
+ * again. */
 #ifndef OO_MASTERS_H
 #define OO_MASTERS_H
 
 #include "state.h"
 
-/* The memory of which these bytes are part, NULL when the engine was not told of it. */
+/* The memory of which these bytes are part, NULL when the engine does not know it. */
 const struct oo_known *oo__known_memory(const struct oo_engine *engine, const void *address,
                                         size_t bytes);
-/* Whether all these bytes, which lie in the memory (NULL: in none), are page-locked. */
+/* Whether all these bytes, which are in the memory (NULL: in none), are page-locked. */
 int oo__is_locked(const struct oo_known *memory, const void *address, size_t bytes);
 
 #endif

@@ -1,5 +1,5 @@
-/* order.c - the order in which units are used, and the seconds they take: told, and taken from an
- * earlier run. */
+/* order.c - the order in which units are used, and the seconds they take: given to the caller, and
+ * taken from an earlier run. */
 #include "timing.h"
 
 enum oo_status oo_engine_visits(struct oo_engine *engine, uint32_t model, struct oo_visit *visits,

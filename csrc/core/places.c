@@ -1,4 +1,4 @@
-/* places.c - where a unit lies: on the tape, in a pile, in a round. */
+/* places.c - where a unit is in the arena: on the tape, in a pile, in a round. */
 #include "planning.h"
 
 /* What chose them: see planning.h. Turns among which one that fits is sought. First sweeps: 1.052
@@ -15,8 +15,8 @@ int oo__is_settled(const struct oo_plan *plan, const struct oo_plan_unit *unit) 
     return unit->round == plan->rounds.number && unit->round_place < plan->tape_floor;
 }
 
-/* A place begins where the one before it ends, around the arena; but not where those lie that are
- * settled, nor those that come first and stay in use meanwhile, as nobody else finds that free. */
+/* A place begins where the one before it ends, around the arena; but not where settled units are,
+ * nor those that come first and stay in use meanwhile, as no other unit finds that free. */
 static void oo__put_on_tape(struct oo_plan *plan, struct oo_plan_unit *unit) {
     const size_t end = plan->tape_end;
     if (oo__is_settled(plan, unit)) {
@@ -36,7 +36,7 @@ size_t oo__tape_place(struct oo_plan *plan, uint32_t id) {
     if (plan->tape_layout != plan->arena.layout) { /* the same order, around another arena */
         plan->tape_layout = plan->arena.layout;
         if (plan->rounds.layout != plan->arena.layout)
-            plan->tape_floor = 0; /* nobody is settled there */
+            plan->tape_floor = 0; /* no unit is settled there */
         plan->tape_begin = plan->tape_end = plan->tape_floor;
         for (uint32_t i = 0; i < plan->n_tape; i++)
             if (!plan->units[plan->tape[i]].removed)
@@ -73,7 +73,7 @@ void oo__learn_order(struct oo_plan *plan) {
         (void)oo__tape_place(plan, oo__visit_at(plan, i)->unit);
 }
 
-/* Where the unit lies in the arena; OO_ANYWHERE: it does not. */
+/* Where the unit is in the arena; OO_ANYWHERE: it is not there. */
 static size_t oo__position(const struct oo_plan *plan, uint32_t unit) {
     const struct oo_block *block = plan->units[unit].block;
     if (!block)
@@ -94,7 +94,7 @@ int oo__is_misplaced(struct oo_plan *plan, uint32_t unit) {
 
 /* In a backward a block's units are recomputed first to last, then used last to first: what the
  * last one leaves is free first, and is where the next block's first unit has to begin. So blocks
- * that do not fit beside each other are piled up from the arena's begin and from its end in turn,
+ * that do not fit next to each other are piled up from the arena's begin and from its end in turn,
  * and come in as far as the one before them has gone. */
 struct oo_pile {
     int from_end;
@@ -177,7 +177,7 @@ struct oo_laying {
     size_t next, count; /* no turn before `next` waits */
 };
 
-/* Whether the turn's unit stays, has no place yet, and lies nowhere that comes later. */
+/* Whether the turn's unit stays, has no place yet, and is at no position that comes later. */
 static int oo__waits(const struct oo_plan *plan, const struct oo_laying *lay, size_t turn) {
     const uint32_t unit = plan->turns[turn].unit;
     if (plan->units[unit].round_place != OO_ANYWHERE)
@@ -210,8 +210,8 @@ static void oo__lay_until(struct oo_plan *plan, struct oo_laying *lay, size_t un
     } while (largest);
 }
 
-/* Who lies in the arena keeps its own place if others fill what is in front of it. Returns whether
- * most do: what moves has to be copied again. */
+/* A unit that is in the arena keeps its own place if others fill what is in front of it. Returns
+ * whether most do: what moves has to be copied again. */
 static int oo__lay_in_place(struct oo_plan *plan, struct oo_laying lay, size_t *end) {
     size_t begin = 0, kept = 0, moved = 0;
     for (const struct oo_segment *s = plan->arena.segments; s; begin += s->bytes, s = s->next)

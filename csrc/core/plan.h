@@ -6,7 +6,7 @@
  * the future (Belady's rule), and a fetch never evicts what is needed before it. A wrong prediction
  * costs a late copy, never a wrong result.
  *
- * Each unit has a place in the arena: places lie in the order of a forward pass, like a tape, one
+ * Each unit has a place in the arena: places follow the order of a forward pass, like a tape, one
  * after the other and around the arena as often as it takes. Training goes forward and back, so the
  * arena then is a window that slides over the weights: what comes in at one end finds its place
  * where the unit that went out of use longest ago was, and units of different sizes leave no holes
@@ -48,7 +48,7 @@ int oo_plan_wants_seconds(const struct oo_plan *plan);
 /* Such a measurement of the unit begins; or it was given up. */
 void oo_plan_measures(struct oo_plan *plan, uint32_t unit, int begins);
 /* What was measured, as it comes: seconds from the begin of the unit's forward to the next visit,
- * without waits for copies; and copies of so many bytes of units, as they lie in the arena. Rounds
+ * without waits for copies; and copies of so many bytes of units, as they are in the arena. Rounds
  * alone go by them, once both are known. */
 void oo_plan_took(struct oo_plan *plan, uint32_t unit, double seconds);
 void oo_plan_copied(struct oo_plan *plan, size_t bytes, double seconds);
@@ -75,7 +75,7 @@ struct oo_block *oo_plan_resident(const struct oo_plan *plan, uint32_t unit);
 int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window);
 /* The next unit worth fetching ahead, and where to. 0: none now. */
 int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *window);
-/* The next unit that has to leave: after samples, or where the tape was laid again, what lies
+/* The next unit that has to leave: after samples, or where the tape was laid again, a unit that is
  * where others have their places. It has to be dropped. 0: none. */
 int oo_plan_next_drop(struct oo_plan *plan, uint32_t *unit);
 /* Carry out a placement: the window's occupants stop being resident, the unit is. */

@@ -2,17 +2,17 @@
  *
  *   forecast.c  when is each unit used next, and how long does that take?
  *   stays.c     who stays in the arena while samples stream? For one round: round.c.
- *   places.c    where does it lie?
+ *   places.c    where is it in the arena?
  *   fetch.c     what is fetched next, and who leaves for it? Among many units: furthest.c.
  *   plan.c      a use, which asks them in turn.
  *
- * Where a unit will lie is its place, a position in the arena: on the tape, in a pile, or in a
+ * Where a unit will be is its place, a position in the arena: on the tape, in a pile, or in a
  * round.
  *
- * Beside each constant is what chose it, or that nothing has been measured. "Time" and "bytes" are
- * those of sampling by their bound and their least, on average over the cells of `python
- * benchmarks/simulated.py --cells ci`: 1.017 and 1.016; "first sweeps" the time of all 23 sweeps
- * after the first, 1.049. Training is the same with every value that is named. */
+ * A comment at each constant says what chose it, or that nothing has been measured. "Time" and
+ * "bytes" are those of sampling by their bound and their least, on average over the cells of
+ * `python benchmarks/simulated.py --cells ci`: 1.017 and 1.016; "first sweeps" the time of all 23
+ * sweeps after the first, 1.049. Training is the same with every value that is named. */
 #ifndef OO_PLANNING_H
 #define OO_PLANNING_H
 
@@ -49,7 +49,7 @@ struct oo_plan_unit {
     struct oo_block *block;
     uint64_t last;      /* index of its latest visit */
     uint64_t mark;      /* scratch: the walk over the trace that has met it */
-    size_t tape_place;  /* where it lies by the order of a forward */
+    size_t tape_place;  /* where it is by the order of a forward */
     size_t pile_place;  /* in a backward, where piles count; OO_ANYWHERE: it is in none */
     size_t round_place; /* in `round`: a position, OO_IN_RING or OO_ANYWHERE */
     uint32_t rank;      /* its number on the tape, from 1; 0: it is not there */
@@ -63,7 +63,7 @@ struct oo_plan_unit {
     uint8_t stays; /* in use while others come and go, as what is lent to a whole model is */
 };
 
-/* Units that are used in turn, over and over: those that stay lie in front, the others stream
+/* Units that are used in turn, over and over: those that stay are in front, the others stream
  * through the rest of the arena, one after the other and around it. */
 #define OO_IN_RING (OO_ANYWHERE - 1)
 struct oo_rounds {
@@ -83,7 +83,7 @@ struct oo_rounds {
     uint64_t layout; /* the arena's, when the latest was */
     size_t ring;     /* where it begins */
     size_t cursor;   /* where the next unit in it may */
-    uint32_t first;  /* of the units that lie in it, in each round */
+    uint32_t first;  /* of the units that are in it, in each round */
 };
 
 struct oo_plan {
@@ -106,11 +106,11 @@ struct oo_plan {
     uint32_t *tape; /* units, in order */
     uint32_t n_tape;
     uint64_t tape_layout; /* the arena's layout that their places were given in */
-    size_t tape_floor;    /* of all laps: those that samples have spread lie in front of it */
+    size_t tape_floor;    /* of all laps: those that samples have spread are in front of it */
     size_t tape_begin;    /* of a lap but the first: behind what stays */
     size_t tape_end;      /* where the next place may begin */
-    int relaid;           /* it was, clear of what stays: some may lie elsewhere */
-    uint32_t misplaced;   /* units before this one have left if they lie elsewhere */
+    int relaid;           /* it was, clear of what stays: some may be elsewhere */
+    uint32_t misplaced;   /* units before this one have left if they were elsewhere */
     uint64_t pile_layout; /* the arena's layout that piles count in */
     struct oo_rounds rounds;
     struct oo_turn *turns;         /* scratch */
@@ -170,14 +170,14 @@ uint64_t oo__next_use_after(const struct oo_plan *plan, uint32_t unit, uint64_t 
 
 /* Samples have spread it, and training leaves it there. */
 int oo__is_settled(const struct oo_plan *plan, const struct oo_plan_unit *unit);
-/* Where a unit lies by the order of a forward; it is the last one if it was not on the tape. */
+/* Where a unit is by the order of a forward; it is the last one if it was not on the tape. */
 size_t oo__tape_place(struct oo_plan *plan, uint32_t id);
-/* Forward turns into backward: lay the tape in the order of the forward that has just ended.
- * Units keep their places as long as that order only skips units. */
+/* Forward turns into backward: give places on the tape in the order of the forward that has just
+ * ended. Units keep their places as long as that order only skips units. */
 void oo__learn_order(struct oo_plan *plan);
-/* Less than two blocks do not fit beside each other. */
+/* Fewer than two blocks fit next to each other. */
 int oo__is_small(const struct oo_plan *plan);
-/* Backward turns into the next forward: lay the piles that the one that has just ended calls for,
+/* Backward turns into the next forward: make the piles that the one that has just ended calls for,
  * in an arena that holds a block, and not two. */
 void oo__learn_piles(struct oo_plan *plan);
 /* Where a predicted visit wants its unit if in a pile; OO_ANYWHERE: in none. */
@@ -185,14 +185,14 @@ size_t oo__pile_place(const struct oo_plan *plan, uint64_t index);
 /* Those that stay get their places from `end` on: between training steps in order of use, as these
  * go around them. Returns where the ring begins. */
 size_t oo__lay_from(struct oo_plan *plan, size_t end, size_t count);
-/* What lies in the arena stays where it is, but at the end of it, where the ring begins: returned.
- * A ring ends with what a forward used last, which a backward wants first. */
+/* What is in the arena stays where it is, but at the end of it, where the ring begins: returned. A
+ * ring ends with what a forward used last, which a backward wants first. */
 size_t oo__lay_as_is(struct oo_plan *plan, size_t largest);
 /* Whether a round, or training's forward right after it, has a place for the unit. */
 int oo__has_round_place(const struct oo_plan *plan, uint32_t unit);
 /* The position of the unit's place; in the ring, of the place that is next. */
 size_t oo__round_place(const struct oo_plan *plan, uint32_t unit);
-/* Whether the unit lies where others have their places, which then would go elsewhere, too. */
+/* Whether the unit is where others have their places, which then would go elsewhere, too. */
 int oo__is_misplaced(struct oo_plan *plan, uint32_t unit);
 
 /* ---- stays.c ---- */

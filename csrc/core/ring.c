@@ -71,7 +71,7 @@ enum oo_status oo__ring_resize(struct oo_engine *engine, struct oo_ring *ring, s
     ring->refused = bytes != 0; /* so that a copy asks for none where this ends without one */
     if (has == shall_have)
         return OO_OK;
-    if (shall_have < has) /* a smaller one may find no room beside it */
+    if (shall_have < has) /* a smaller one may find no room next to it */
         OO_TRY(oo__ring_give_back(engine, ring));
     if (piece_bytes) {
         status = oo__ring_allocate(engine, piece_bytes, &base);

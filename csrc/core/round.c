@@ -133,7 +133,7 @@ size_t oo_round_first(const struct oo_turn *turns, size_t count) {
     return alike ? count : first;
 }
 
-/* What lies in the ring: each unit where the one before it ends, or from the begin. */
+/* What is in the ring: each unit where the one before it ends, or from the begin. */
 struct oo_ring {
     size_t bytes, used, position;
     const struct oo_turn *first;
@@ -156,7 +156,7 @@ static int oo__put(struct oo_ring *ring, struct oo_turn *turn) {
     return 1;
 }
 
-/* A copy begins when the one before it has ended and what lay in its place has been used. */
+/* A copy begins when the one before it has ended and what was in its place has been used. */
 double oo_round_seconds(struct oo_turn *turns, size_t count, size_t ring, double link_bps) {
     double computed = 0, copied = 0, begin = 0;
     struct oo_ring lies = {.bytes = ring, .first = turns + oo_round_first(turns, count)};

@@ -31,7 +31,7 @@ size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double 
  * bytes 1.018; with 1.02 they are 1.021 and 1.015. */
 static inline double oo_round_nearly(double least) { return least * 1.005; }
 
-/* The one of those that stream which lies where the ring begins, in every round: else how much is
+/* The one of those that stream which is where the ring begins, in every round: else how much is
  * left over at the end of the ring would depend on how it all began. It is the largest, of several
  * the one that was created first, whichever turn comes first here; or the first turn where no
  * seconds are known to judge by. `count`: none, as all of them are of one size, and nothing is left

@@ -1,5 +1,5 @@
-/* simulated.h - what only the simulated driver is told, for its race detector, its clock and its
- * reports. On a real driver all of it succeeds and does nothing. */
+/* simulated.h - what is passed to the simulated driver alone, for its race detector, its clock and
+ * its reports. On a real driver all of it succeeds and does nothing. */
 #ifndef OO_SIMULATED_H
 #define OO_SIMULATED_H
 

@@ -5,7 +5,7 @@
  * that copies go on while kernels decode what has come.
  *
  * Which pieces are free is the feeder's mutex's to protect: the thread that trains and the copy
- * threads take them alike. Whoever has one needs no other to give it back. */
+ * threads both take them. A thread that has one needs no other to give it back. */
 #include "staging.h"
 #include "../base/os.h"
 #include "call.h"
@@ -17,7 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const double oo__idle_s = 3600; /* whoever waits is woken; a clock needs an end */
+static const double oo__idle_s = 3600; /* a thread that waits is woken; a clock needs an end */
 
 int oo__works(struct oo_failure *failure, const char *call, OOCUresult result) {
     if (result != OOCU_SUCCESS)
@@ -50,7 +50,7 @@ static enum oo_status oo__part_check(const struct oo_engine *engine, uint32_t id
     if (engine->verify && oo_codec_check(chunk, part->bytes + skipped) != OO_OK)
         return oo__fail(OO_E_STATE,
                         "a coded master of unit %u is damaged: the checksum of its chunk at %p is "
-                        "not that of its bytes; load the weights anew",
+                        "not that of its bytes; load the weights again",
                         id, (const void *)chunk);
     if (part->header.mode == OO_CODEC_TIERS && part->bytes > oo__largest_piece(engine))
         return oo__fail(OO_E_STATE,

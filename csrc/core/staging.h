@@ -4,7 +4,7 @@
 
 #include "state.h"
 
-/* Whether a driver call succeeded; what fails is kept for whoever tells of it. */
+/* Whether a driver call succeeded; a failure is kept for the code that reports it. */
 int oo__works(struct oo_failure *failure, const char *call, OOCUresult result);
 
 /* ---- before a copy: under the engine's mutex ---- */
@@ -12,7 +12,8 @@ int oo__works(struct oo_failure *failure, const char *call, OOCUresult result);
 /* Whether the unit's coded masters are what they were, and can pass: OO_E_STATE. */
 enum oo_status oo__coded_check(struct oo_engine *engine, uint32_t unit);
 /* Order what is copied next after the decode stream, if there are uses of free bytes that nothing
- * else orders: decodes of copies that failed or that nobody used, and what that stream waits for.
+ * else orders: decodes of copies that failed or that were never used, and what that stream waits
+ * for.
  */
 enum oo_status oo__decodes_settle(struct oo_engine *engine);
 

@@ -1,6 +1,6 @@
 /* state.h - what an engine holds. Every file of the core reads and writes it, so it declares no
- * function: those are in the header beside the file that defines them. One mutex protects all of
- * it (oo__enter). */
+ * function: those are in the header of the file that defines them. One mutex protects all of it
+ * (oo__enter). */
 #ifndef OO_STATE_H
 #define OO_STATE_H
 
@@ -16,7 +16,7 @@
 /* What an event is for. Those that only order carry no time: the driver is quicker with them. */
 enum oo_event_kind { OO_ORDERS, OO_TIMED };
 
-/* A driver event; it has one owner, or lies in the free list of its kind. */
+/* A driver event; it has one owner, or is in the free list of its kind. */
 struct oo_event {
     OOCUevent handle;
     enum oo_event_kind kind;
@@ -159,7 +159,7 @@ struct oo_registration {
     struct oo_registration *next;  /* another driver's */
 };
 
-/* Host memory that this engine was told of. */
+/* Host memory that this engine knows. */
 struct oo_known {
     struct oo_host *host;
     struct oo_engine *engine;
@@ -226,7 +226,7 @@ struct oo_unit {
     uint32_t *members;
     size_t host_bytes, device_bytes; /* what travels, and what that becomes */
     uint8_t trainable, removed, stale;
-    uint8_t leaving;          /* to be dropped as soon as nobody computes with it */
+    uint8_t leaving;          /* to be dropped as soon as no use of it is left */
     uint8_t rewritten;        /* its masters are, by the device: oo_unit_rewrite */
     uint8_t is_rewritten_too; /* so is its copy, which was used by this ticket: */
     uint8_t rewrite_lasts;    /* that use goes on */
@@ -244,7 +244,7 @@ struct oo_unit {
     struct oo_begun begun[OO_STREAMS];
     uint32_t n_begun;
     uint64_t copied_in; /* the sweep that its device copy was begun in */
-    uint64_t copy;      /* the last one that reads its masters where they lie: see oo_copies */
+    uint64_t copy;      /* the last one that reads its masters directly: see oo_copies */
     uint32_t n_kept;    /* of its uses: those that oo_engine_end ends */
     uint32_t n_mapped;  /* likewise, oo_engine_unmap */
     const void *keeper; /* the thread that began the latest of these */
@@ -260,14 +260,14 @@ struct oo_pace {
     struct oo_event *begin; /* NULL: it is not */
 };
 
-/* The last reads of masters where they lie, one entry for each stream. */
+/* The last direct reads of masters, one entry for each stream. */
 struct oo_reads {
     struct oo_last_use last[OO_USES]; /* beyond OO_STREAMS while the driver refuses to wait */
     uint32_t count;
 };
 
-/* What is known of the copies that read masters where they lie. Their numbers rise in the order of
- * the h2d stream, which is the order in which they end. */
+/* What is known of the copies that read masters directly. Their numbers rise in the order of the
+ * h2d stream, which is the order in which they end. */
 struct oo_copies {
     uint64_t queued; /* the last one's */
     uint64_t ended;  /* all up to this one have */
@@ -284,7 +284,7 @@ struct oo_copies {
 };
 
 /* So many parts on the h2d stream, and the driver's queue may be full. It takes about 1,000 entries
- * of a stream, and a part with what is waited for and recorded beside it is five, or some more; the
+ * of a stream, and a part, with what is waited for and recorded for it, is five, or some more; the
  * rest is for what copy threads queue. */
 enum { OO_QUEUED_PARTS = 128 };
 enum { OO_USES_UNLOOKED = 15 }; /* after one that has looked for room, and found less than half */
@@ -332,7 +332,7 @@ struct oo_trips {
 struct oo_journal {
     struct oo_entry *entries; /* ring of `capacity`; NULL while no journal is kept */
     size_t capacity;
-    uint64_t written; /* entry n lies at n modulo capacity */
+    uint64_t written; /* entry n is at n modulo capacity */
 };
 
 /* ---- all of it ---- */
@@ -368,7 +368,7 @@ struct oo_engine {
     struct oo_copies copies;
     struct oo_lease *leases;
     uint32_t leases_made;
-    struct oo_known *known; /* host memory that masters may lie in */
+    struct oo_known *known; /* host memory that masters may be in */
     uint32_t n_known;
 
     uint64_t sweep;

@@ -70,7 +70,7 @@ static double oo__round_bps(const struct oo_plan *plan) {
 }
 
 /* A ring that is larger than the seconds ask for, as they are known by now, costs bytes: in what it
- * can leave, some that stream stay. Those that stay lie where they lay. */
+ * can leave, some that stream stay. Those that stay are not moved. */
 static void oo__lay_more(struct oo_plan *plan, size_t count, size_t room) {
     struct oo_rounds *rounds = &plan->rounds;
     const double bps = oo__round_bps(plan);
@@ -87,10 +87,10 @@ static void oo__lay_more(struct oo_plan *plan, size_t count, size_t room) {
     oo__find_first(plan, count);
 }
 
-/* Whether rounds of those that are spread in `room` take so much less than as they lie that this
- * pays for what has to move: as many bytes as the arena holds, `times` over. Where seconds are new
- * and tell that kernels take all the time, so that the link can move it meanwhile, it is enough
- * that a round copies less. */
+/* Whether rounds of those that are spread in `room` take so much less than with the present places
+ * that this pays for what has to move: as many bytes as the arena holds, `times` over. Where
+ * seconds are new and show that kernels take all the time, so that the link can move it meanwhile,
+ * it is enough that a round copies less. */
 static int oo__spread_pays(struct oo_plan *plan, size_t count, size_t ring, size_t room,
                            int times) {
     const struct oo_rounds *rounds = &plan->rounds;
@@ -209,8 +209,8 @@ void oo__end_step(struct oo_plan *plan) {
     rounds->over = rounds->spread_over = 0;
 }
 
-/* How often there have been as many rounds as are many, doubled each time: who stays is asked anew
- * then, with the seconds that are known by then. 0: too few. */
+/* How often there have been as many rounds as are many, doubled each time: which units stay is
+ * decided again then, with the seconds that are known by then. 0: too few. */
 static int oo__many(const struct oo_rounds *rounds) {
     int many = 0;
     for (uint64_t n = rounds->count > rounds->before ? rounds->count : rounds->before;

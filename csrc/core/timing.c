@@ -262,7 +262,7 @@ enum oo_status oo__span_end(struct oo_engine *engine, enum oo_trace_kind kind, u
     return status;
 }
 
-/* ---- what the plan is told ---- */
+/* ---- what the plan is given ---- */
 
 void oo__pace_forget(struct oo_engine *engine) {
     if (engine->pace.begin)
@@ -345,7 +345,7 @@ enum oo_status oo__row_begin(struct oo_engine *engine, struct oo_unit *unit, OOC
     return status;
 }
 
-/* The span has an end of its own: the mark that H2 waits for is recorded anew by the next use. */
+/* The span has an end of its own: the mark that H2 waits for is recorded again by the next use. */
 void oo__row_end(struct oo_engine *engine, uint32_t id, OOCUstream stream) {
     struct oo_unit *unit = &engine->units[id];
     uint32_t i = 0;

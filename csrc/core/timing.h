@@ -14,7 +14,7 @@ enum oo_status oo__event_take(struct oo_engine *engine, enum oo_event_kind kind,
                               struct oo_event **event);
 /* Wait on the host for what was recorded last; counted where it has not ended yet. */
 enum oo_status oo__event_await(struct oo_engine *engine, const struct oo_event *event);
-/* An event may be recorded anew at once: waits queued on it keep the record they saw. NULL is
+/* An event may be recorded again at once: waits queued on it keep the record they saw. NULL is
  * allowed. */
 void oo__event_give(struct oo_engine *engine, struct oo_event *event);
 
@@ -22,7 +22,7 @@ void oo__event_give(struct oo_engine *engine, struct oo_event *event);
 
 /* Whether the next span of this kind is one of those that are measured. */
 int oo__is_measured(struct oo_engine *engine, enum oo_trace_kind kind);
-/* Queue what lies between two timed events for measurement. They are given away. */
+/* Queue what is between two timed events for measurement. They are given away. */
 void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit, uint64_t bytes,
                   struct oo_event *begin, struct oo_event *end);
 /* Measure what `stream` does from here on, if this is one of those that are measured; otherwise
@@ -37,7 +37,7 @@ struct oo_span *oo__span_at(const struct oo_spans *spans, uint64_t index);
 void oo__spans_harvest(struct oo_engine *engine);
 void oo__spans_free(struct oo_engine *engine);
 
-/* ---- what the plan is told ---- */
+/* ---- what the plan is given ---- */
 
 /* The visit before ends, if it was on this stream: from here on it is a copy that is waited for. */
 enum oo_status oo__pace_end(struct oo_engine *engine, OOCUstream stream);

@@ -1,10 +1,10 @@
 /* trip.c - bytes of torch's own that leave the device for a while, and come back.
  *
- * A trip is one copy, out to page-locked host memory or back from there. Nobody on the host waits
- * for it: streams do, by the event that marks its arrival. Its device memory belongs to torch's
- * allocator, which hands freed bytes on in the order of the stream that they were allocated on. So
- * they are the caller's again once that stream waits for the copy (oo_trip_join), whether or not
- * the copy has run by then. */
+ * A trip is one copy, out to page-locked host memory or back from there. No thread of the host
+ * waits for it: streams do, by the event that marks its arrival. Its device memory belongs to
+ * torch's allocator, which hands freed bytes on in the order of the stream that they were allocated
+ * on. So they are the caller's again once that stream waits for the copy (oo_trip_join), whether or
+ * not the copy has run by then. */
 #include "trip.h"
 #include "call.h"
 #include "copies.h"

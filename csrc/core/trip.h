@@ -1,4 +1,4 @@
-/* trip.h - bytes that leave the device for a while, and nobody waits. */
+/* trip.h - bytes that leave the device for a while, without a wait of the host. */
 #ifndef OO_TRIP_H
 #define OO_TRIP_H
 

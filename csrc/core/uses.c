@@ -15,7 +15,7 @@ int oo__stream_lasts(const struct oo_engine *engine, OOCUstream stream) {
  * next must come after that use as well. Of the same stream it does anyway, and nothing waits. */
 static int oo__comes_after(struct oo_engine *engine, OOCUstream stream,
                            const struct oo_last_use *mark) {
-    /* H2, H7: whoever waits for the mark waits for the earlier use, too. */
+    /* H2, H7: what waits for the mark waits for the earlier use, too. */
     return oo__stream_lasts(engine, stream) || mark->lost || !engine->usable ||
            OO_DRIVE(engine, cuStreamWaitEvent, stream, mark->event->handle, 0) == OO_OK;
 }

@@ -12,9 +12,9 @@ int oo__stream_lasts(const struct oo_engine *engine, OOCUstream stream);
  * lost: only a synchronise can tell when it ends, and what overwrites the bytes does that first. */
 enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit, OOCUstream stream);
 /* Make the stream that will write wait for every use of the unit's bytes. What decodes into them,
- * if nobody has used them, is waited for by oo__decodes_settle. */
+ * if they have not been used, is waited for by oo__decodes_settle. */
 enum oo_status oo__order_after_uses(struct oo_engine *engine, uint32_t unit, OOCUstream writer);
-/* `stream` has queued its last read, so far, of masters where they lie. */
+/* `stream` has queued its last direct read, so far, of masters. */
 enum oo_status oo__mark_read(struct oo_engine *engine, OOCUstream stream);
 /* Make the stream wait for all such reads. */
 enum oo_status oo__order_after_reads(struct oo_engine *engine, OOCUstream stream);

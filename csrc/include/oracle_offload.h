@@ -28,12 +28,12 @@
  *     member      what one layer asks for: its tensors
  *     unit        what travels together: the tensors of one member or several
  *     arena       the device memory that all units share; what is in it is evicted for what comes
- *     segment     a contiguous piece of the arena; a unit lies in one
+ *     segment     a contiguous piece of the arena; a unit is in one
  *     lease       the segments that go back together
  *     coded       of a master: in fewer bytes, without loss; kernels decode it on the device
  *     staging     device memory that coded weights pass through on their way into the arena
  *     use         the time between an acquire and its release; its ticket names it
- *     mapping     a use of masters where they lie, by kernels that read some of their bytes over
+ *     mapping     a use of masters in host memory, by kernels that read some of their bytes over
  *                 the link
  *     stamp       a number that changes when a master is rewritten
  *     graph task  a run of autograd's backward; its id tells two of them apart
@@ -103,8 +103,8 @@ enum oo_status oo_driver_probe(const char *library, int *version, int *devices);
 /* `library` NULL: the system's CUDA driver. Retains the device's primary context. */
 enum oo_status oo_engine_create(const char *library, int device, struct oo_engine **out);
 /* OO_E_STATE while there are models, leases or host memory. OO_LEAKED: the engine is gone, but the
- * driver refused to destroy some of what it held, or had lost it, which no call was told yet. NULL
- * is allowed. */
+ * driver refused to destroy some of what it held, or had lost it, which no call has reported yet.
+ * NULL is allowed. */
 enum oo_status oo_engine_destroy(struct oo_engine *engine);
 int oo_engine_driver_version(const struct oo_engine *engine);
 const char *oo_engine_device_name(const struct oo_engine *engine);
@@ -151,13 +151,13 @@ enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *sou
 #define OO_ALL_BYTES SIZE_MAX /* all of its bytes */
 
 /* Make host memory known to the engine, and page-lock its first `bytes`, rounded up to whole pages;
- * no tensor should lie across that boundary. Any number of engines may know the memory: it is
- * locked once for all of a driver, as far as the first of them asked, and ordinary memory again
- * when the last of them unlocks it. OO_E_LOCK_REFUSED where the system refuses: the memory is known
- * all the same. What is not locked is copied by threads of the engine's own, through a small locked
+ * no tensor should cross that boundary. Any number of engines may know the memory: it is locked
+ * once for all of a driver, as far as the first of them asked, and ordinary memory again when the
+ * last of them unlocks it. OO_E_LOCK_REFUSED where the system refuses: the memory is known all the
+ * same. What is not locked is copied by threads of the engine's own, through a small locked
  * ring. */
 enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, size_t bytes);
-/* Whether the engine reads and writes all of these bytes where they lie, page-locked. */
+/* Whether the engine reads and writes all of these bytes directly, as they are page-locked. */
 enum oo_status oo_engine_is_locked(struct oo_engine *engine, const void *memory, size_t bytes,
                                    int *locked);
 /* How many more bytes the system would page-lock now, but no more than `host` has: found by locking
@@ -231,7 +231,7 @@ enum oo_status oo_model_remove(struct oo_engine *engine, uint32_t model);
 
 /* One unit whose members are `n_members` lists of tensors: member i has n_tensors[i] of them, all
  * lists one after the other in `tensors`. `members` receives n_members ids, `offsets` one device
- * offset per tensor. Tensors that lie in one host memory at offsets congruent to the device layout
+ * offset per tensor. Tensors that are in one host memory at offsets congruent to the device layout
  * (each at the next multiple of OO_ALIGNMENT) travel as one copy. */
 enum oo_status oo_unit_add(struct oo_engine *engine, uint32_t model,
                            const struct oo_tensor *tensors, const uint32_t *n_tensors,
@@ -273,10 +273,10 @@ uint64_t oo_fingerprint(const void *memory, size_t bytes);
 int oo_pages_written(const void *memory, size_t bytes);
 /* Let mapped pages show a file from `begin` on, a multiple of a page, as such a mapping does. It
  * needs no open file afterwards. 0, or -1 with errno. On Windows only all of what shows a section
- * already, which nobody may read meanwhile, and which may be gone on -1. */
+ * already, which must not be read meanwhile, and which may be gone on -1. */
 int oo_pages_show(void *pages, size_t bytes, int file, uint64_t begin);
-/* Copy the pages of such a mapping, where they are, to memory that is no file's; nobody may write
- * them meanwhile. 0, or -1 where there is no memory or the system cannot: all is as it was. */
+/* Copy the pages of such a mapping, where they are, to memory that is no file's; they must not be
+ * written meanwhile. 0, or -1 where there is no memory or the system cannot: all is as it was. */
 int oo_pages_own(void *memory, size_t bytes);
 
 /* ---- use ---- */
@@ -327,7 +327,7 @@ struct oo_stamp {
     uint64_t stamp; /* any number that changes when the member's master is rewritten */
 };
 
-/* See the top of this file. A hit is refused (and copied anew) when the stamp or a sampled
+/* See the top of this file. A hit is refused (and copied again) when the stamp or a sampled
  * fingerprint of the master differs from what was copied. While other threads compute with what was
  * copied, the call waits for their releases (OO_WOULD_BLOCK if it must not); OO_E_STATE if this
  * thread holds a use itself, or one has lasted for a minute. Release on the same thread.
@@ -339,8 +339,8 @@ enum oo_status oo_engine_acquire(struct oo_engine *engine, const struct oo_reque
                                  int flags, struct oo_use *use);
 enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uintptr_t stream,
                                  int flags, struct oo_fetched *fetched);
-/* Copies of these units will not be stamped, as they should have been: they are made anew when they
- * are asked for. */
+/* Copies of these units will not be stamped, as they should have been: they are made again when
+ * they are asked for. */
 enum oo_status oo_engine_distrust(struct oo_engine *engine, const struct oo_fetched *fetched,
                                   int flags);
 /* Start the copies that `more` spoke of. */
@@ -354,7 +354,7 @@ enum oo_status oo_engine_keep(struct oo_engine *engine, uint32_t member, int fla
  * holds; nothing is prefetched. The engine lives as long as there is such a use: its model cannot
  * be removed. */
 enum oo_status oo_engine_end(struct oo_engine *engine, uint64_t ticket, uintptr_t stream);
-/* Begin a use of a member's masters where they lie: work queued on request->stream reads what it
+/* Begin a use of a member's masters in host memory: work queued on request->stream reads what it
  * needs of them over the link, and nothing is copied. `address` is that of the first tensor as the
  * device sees it, 0 where some of the tensors are not page-locked or the device cannot address
  * them; then nothing has begun. Of the request, `kind`, `stamp` and `task` are not asked for; a
@@ -380,7 +380,7 @@ struct oo_visit {
 enum oo_status oo_engine_visits(struct oo_engine *engine, uint32_t model, struct oo_visit *visits,
                                 size_t capacity, size_t *count);
 /* Predict this sweep from now on, as if it had just been made twice: an earlier run has learned it.
- * Where it is wrong, copies come late and the order is learned anew. At most OO_MAX_EXPECTED. */
+ * Where it is wrong, copies come late and the order is learned again. At most OO_MAX_EXPECTED. */
 enum oo_status oo_engine_expect(struct oo_engine *engine, const struct oo_visit *visits,
                                 size_t count);
 /* What a forward of a unit takes, until the next use and without waits for copies. */
@@ -425,7 +425,7 @@ enum oo_status oo_trip_out(struct oo_engine *engine, void *target, uintptr_t sou
 /* The same, of bytes that go home to stay: gradients, and what an optimizer has stepped. */
 enum oo_status oo_trip_home(struct oo_engine *engine, void *target, uintptr_t source, size_t bytes,
                             uintptr_t stream, uint64_t *ticket);
-/* Queue a copy of page-locked host bytes, which nobody rewrites until it has ended, to device
+/* Queue a copy of page-locked host bytes, which must not be rewritten until it has ended, to device
  * memory that was allocated on `stream`. It is a trip back of what never left. */
 enum oo_status oo_trip_in(struct oo_engine *engine, uintptr_t target, const void *source,
                           size_t bytes, uintptr_t stream, uint64_t *ticket);
@@ -440,8 +440,8 @@ enum oo_status oo_trip_join(struct oo_engine *engine, uint64_t ticket, uintptr_t
 enum oo_status oo_trip_arrived(struct oo_engine *engine, uint64_t ticket, int *arrived);
 /* Wait on the host until it has: what left may be read there. */
 enum oo_status oo_trip_await(struct oo_engine *engine, uint64_t ticket);
-/* Join the trip, if nobody has, and forget it: its host memory may be the target of the next trip
- * out, also while trips back of it have not ended. The host itself may rewrite it once
+/* Join the trip, if it has not been joined, and forget it: its host memory may be the target of the
+ * next trip out, also while trips back of it have not ended. The host itself may rewrite it once
  * oo_trip_await has returned, of those too. */
 enum oo_status oo_trip_end(struct oo_engine *engine, uint64_t ticket);
 
@@ -449,7 +449,7 @@ enum oo_status oo_trip_end(struct oo_engine *engine, uint64_t ticket);
 
 /* Trainable masters may be rewritten from now on: their copies are dropped, none is prefetched, and
  * mappings have ended (a host wait where the device still reads). Forwards that are not recorded
- * may be made meanwhile: each copies anew what it finds in use no more. */
+ * may be made meanwhile: each copies again what is no longer in use. */
 enum oo_status oo_engine_hold(struct oo_engine *engine);
 /* Likewise, but their copies stay where they are: whether they were rewritten will be known later.
  * Then oo_engine_hold drops the copies after all, or oo_engine_resume takes them for good. An
@@ -476,7 +476,7 @@ enum oo_status oo_unit_rewritten(struct oo_engine *engine, uint32_t unit,
 /* Wait on the host until nothing that is queued reads masters: any of them may be rewritten until
  * the next acquire, map or prefetch. */
 enum oo_status oo_engine_settle(struct oo_engine *engine);
-/* All device copies of the model (or OO_ALL_MODELS) are stale: every later acquire copies anew. */
+/* All device copies of the model (or OO_ALL_MODELS) are stale: every later acquire copies again. */
 enum oo_status oo_engine_refresh(struct oo_engine *engine, uint32_t model);
 /* Hash whole masters instead of samples, at every hit. */
 enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
@@ -520,7 +520,7 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     COUNT(d2h_copies, ENGINE) \
     SECONDS(d2h_seconds, ENGINE)        /* of d2h_timed_bytes */ \
     COUNT(d2h_timed_bytes, ENGINE) \
-    /* trips: bytes of the caller's own, beside those above */ \
+    /* trips: bytes of the caller's own, not counted above */ \
     COUNT(left_bytes, ENGINE)           /* out, to the host */ \
     COUNT(left_copies, ENGINE) \
     COUNT(returned_bytes, ENGINE)       /* and back */ \
@@ -583,10 +583,10 @@ enum oo_status oo_trace_start(struct oo_engine *engine);
 enum oo_status oo_trace_stop(struct oo_engine *engine, struct oo_trace_row **rows, size_t *count);
 void oo_trace_free(struct oo_trace_row *rows);
 
-/* What the engine has told the device to do, in the order in which it did: one entry for each. */
+/* What the engine has made the device do, in that order: one entry for each. */
 enum oo_deed {
     OO_DEED_USE = 0,  /* a use begins; `detail` is its oo_kind */
-    OO_DEED_WAIT = 1, /* a stream is told to wait for the unit's copy, the first one to use it */
+    OO_DEED_WAIT = 1, /* a stream has to wait for the unit's copy, the first one to use it */
     OO_DEED_COPY_IN =
         2, /* a copy to the device, of no unit for a trip back; `detail` is where to */
     OO_DEED_COPY_OUT = 3, /* a copy to the host, of no unit (UINT32_MAX) */

@@ -225,7 +225,7 @@ OO_DEVICE uint4 eight_bf16(const struct block *block, const struct palette *pale
     return make_uint4(two[0], two[1], two[2], two[3]);
 }
 
-// bf16. `chunk` and `weights` lie on 16 bytes; `count` and `tail_words` as the header says.
+// bf16. `chunk` and `weights` are aligned to 16 bytes; `count` and `tail_words` as the header says.
 OO_KERNEL decode_bf16(const word *chunk, unsigned short *weights, word count, word tail_words,
                       struct palette palette) {
     enum { LOW_WORDS = BLOCK_WEIGHTS / 4 };
@@ -266,7 +266,7 @@ OO_KERNEL decode_bf16(const word *chunk, unsigned short *weights, word count, wo
     }
 }
 
-// What one-byte weights are made of beside their codes.
+// What one-byte weights are made of in addition to their codes.
 struct low_bits {
     word plane[MOST_LOW_BITS]; // those that are not there are 0
     word count, rotate;
@@ -292,7 +292,7 @@ OO_DEVICE uint2 eight_bytes(const struct block *block, const struct palette *pal
 }
 
 // One byte a weight, of which the lowest `low_bits`, two to five, are stored as they are after a
-// rotation by `rotate`, 0 or 1, to the left. `chunk` and `weights` lie on 16 bytes.
+// rotation by `rotate`, 0 or 1, to the left. `chunk` and `weights` are aligned to 16 bytes.
 OO_KERNEL decode_bytes(const word *chunk, unsigned char *weights, word count, word tail_words,
                        struct palette palette, word low_bits, word rotate) {
     struct block block;

@@ -1,5 +1,5 @@
-/* coding.c - the codec of whole tensors, and what tells that they were written, as functions of the
- * module. They take addresses; whoever calls keeps the memory alive. */
+/* coding.c - the codec of whole tensors, and what shows that they were written, as functions of the
+ * module. They take addresses; the caller keeps the memory alive. */
 #include "binding.h"
 
 #include <limits.h>

@@ -39,7 +39,7 @@ static int oo__zero_or_raise(PyObject *object, enum oo_status status) {
     return status == OO_OK ? 0 : -1;
 }
 
-/* Run a call that may block, with the GIL released; until it returns nobody closes the engine. */
+/* Run a call that may block, with the GIL released; until it returns the engine is not closed. */
 #define OO_BLOCKING(status, call)                                                                  \
     do {                                                                                           \
         ((struct oo_py_engine *)object)->calls++;                                                  \
@@ -654,8 +654,8 @@ struct oo_kept {
 };
 
 /* Called when the last alias of the tensor is gone: on any thread, with the GIL or without it. So
- * nothing of Python may be touched. Waiting for the engine's mutex with the GIL is safe, because
- * nobody asks for the GIL while holding the mutex. A failure is the driver's, and surfaces at the
+ * nothing of Python may be touched. Waiting for the engine's mutex with the GIL is safe, because no
+ * thread asks for the GIL while it holds the mutex. A failure is the driver's, and surfaces at the
  * next call. */
 static void oo__kept_delete(struct oo_dl_managed *managed) {
     struct oo_kept *kept = (struct oo_kept *)managed;
@@ -1554,7 +1554,7 @@ static PyMethodDef oo__engine_methods[] = {
      "capsule of slot memory that stays until the last alias of its tensor is gone."},
     {"map", OO_FAST(oo__engine_map),
      "map($self, member, stream, nbytes, device_type, device_index, seconds, /)\n--\n\nA DLPack "
-     "capsule of locked masters where they lie, or None."},
+     "capsule of locked masters in host memory, or None."},
     {"rewrite", OO_FAST(oo__engine_rewrite),
      "rewrite($self, unit, stream, stamps, /)\n--\n\nThe device writes to the unit's masters, and "
      "to its copy at the address that is returned, or 0."},

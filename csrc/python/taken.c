@@ -16,9 +16,9 @@ static void oo__free_object(PyObject *object) {
 
 /* ---- a use of a unit ---- */
 
-/* The collector does not know of uses: one is made for each call of a layer. No circle leads back
- * to it: an engine holds no object, and `stamp_units`, which is there before the use and after it,
- * is not told of it. */
+/* The garbage collector does not track uses: one is made for each call of a layer. No circle leads
+ * back to it: an engine holds no object, and `stamp_units`, which is there before the use and after
+ * it, does not refer to it. */
 struct oo_py_use {
     PyObject_HEAD PyObject *engine; /* NULL once it has ended */
     PyObject *stamp_units;          /* called with the units whose copies a call has enqueued */

@@ -251,7 +251,7 @@ void sim__boot(void) {
     const char *name = getenv("ORACLE_OFFLOAD_SIM_DEVICE");
     const struct sim_device *device = preset(name && *name ? name : "rtx4090");
     if (!device) {
-        /* cuInit refuses; a wrong name must not become a device that nobody asked for. */
+        /* cuInit refuses; a wrong name must not become a device that was not asked for. */
         sim.boot_error = OOCU_ERROR_INVALID_DEVICE;
         sim__report(1,
                     "error: ORACLE_OFFLOAD_SIM_DEVICE is \"%s\"; it must be rtx3090, rtx4090, "

@@ -237,7 +237,7 @@ static void reserve_reads(struct node *node, uint32_t count) {
     node->reads_capacity = capacity;
 }
 
-/* Cut `node` at `at`, which lies inside it; returns the right part. */
+/* Cut `node` at `at`, which is inside it; returns the right part. */
 static struct node *split(struct node *node, uintptr_t at) {
     struct node *right = insert(at, node->hi);
     node->hi = at;
@@ -349,7 +349,7 @@ static int same_access(const struct access *a, const struct access *b) {
     return a->epoch == b->epoch && (!a->epoch || a->actor == b->actor);
 }
 
-/* Whether two intervals have the same history, so that one can stand for both. */
+/* Whether two intervals have the same history, so that one can replace both. */
 static int same_history(const struct node *a, const struct node *b) {
     if (!same_access(&a->write, &b->write) || a->n_reads != b->n_reads)
         return 0;

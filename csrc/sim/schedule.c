@@ -6,7 +6,7 @@
  *
  * Execution: an operation without unexecuted predecessors is *runnable*; the schedule chooses among
  * those. A copy that becomes runnable poisons its destination: from then on the bytes are the
- * copy's, and nobody may rely on what was there before.
+ * copy's, and what was there before must not be relied on.
  *
  * Virtual time: an event simulation that never runs ahead of the host. It moves only when the host
  * does (a wait, a query, simAdvance), at most as far; whatever is queued later begins later. So the
@@ -360,8 +360,8 @@ static void begin_op(struct sim_op *op) {
 }
 
 /* A copy of a device has begun or ended, now. While both directions copy, each goes on at a share
- * of its rate; so the end of the other one moves. Ends lie ahead of the clock, and so of the host:
- * nobody has been told of the former one. Its moment stays in the heap, and means nothing. */
+ * of its rate; so the end of the other one moves. Ends are ahead of the clock, and so of the host:
+ * the former one has not been reported. Its moment stays in the heap, and means nothing. */
 static void share_link(int device) {
     const double both = sim.devices[device].duplex_share;
     struct sim_op *copies[] = {sim.engines[device][ENGINE_H2D].busy[0],
@@ -520,7 +520,7 @@ static int eager_for(const struct sim_op *op) {
     return sim.schedule == SIM_EAGER;
 }
 
-/* After a call: what the schedule runs although nobody waits for it. */
+/* After a call: what the schedule runs although nothing waits for it. */
 static void run_by_choice(void) {
     if (sim.schedule == SIM_RANDOM) {
         struct sim_op *op;
@@ -692,7 +692,7 @@ static struct sim_op *queued_touching(uintptr_t lo, uintptr_t hi) {
 void sim__run_touching(uintptr_t lo, uintptr_t hi) {
     struct sim_op *op;
     while ((op = queued_touching(lo, hi)) != NULL && run(op) == RAN)
-        ; /* running one may forget others, and streams: search anew */
+        ; /* running one may forget others, and streams: search again */
     settle();
 }
 

@@ -1,9 +1,9 @@
-/* sim.h - what the simulated CUDA driver exports beside the cu* calls.
+/* sim.h - what the simulated CUDA driver exports in addition to the cu* calls.
  *
  * The simulator is a discrete-event machine, not a set of threads: work is queued per stream and
- * makes progress only when someone synchronises, queries or launches. Beside the calls below it
- * exports every call of csrc/driver/driver.h under its real symbol name (cuMemAlloc_v2, ...).
- * State is per process, behind one lock. Control calls return 0 or a CUresult.
+ * makes progress only when someone synchronises, queries or launches. It exports the calls below,
+ * and every call of csrc/driver/driver.h under its real symbol name (cuMemAlloc_v2, ...). State is
+ * per process, behind one lock. Control calls return 0 or a CUresult.
  */
 #ifndef OO_SIM_H
 #define OO_SIM_H

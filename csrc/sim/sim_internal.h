@@ -9,8 +9,8 @@
  *
  * Two things are kept apart. *Execution* moves bytes, lazily, in an order that the schedule
  * chooses. *Virtual time* says when each operation would have started and ended; it follows from
- * the calls alone. An operation is forgotten when it has been executed and its end lies in the
- * past. Happens-before, in turn, depends on neither: it is decided when a call is made.
+ * the calls alone. An operation is forgotten when it has been executed and its end is in the past.
+ * Happens-before, in turn, depends on neither: it is decided when a call is made.
  *
  * Locking: `sim.lock` protects everything here; functions with two underscores expect it held.
  */
@@ -138,7 +138,7 @@ struct sim_stream {
     uint64_t handle;
     int device;
     int blocking; /* ordered against the legacy stream */
-    int priority; /* told when asked; copies and kernels are served by arrival all the same */
+    int priority; /* returned when asked; copies and kernels are served by arrival anyway */
     int is_legacy;
     int destroyed; /* the handle is gone; the object lives until it has drained */
     int held;      /* makes no progress: simHold */

@@ -330,7 +330,7 @@ static const struct {
     {111, 1024},                                   /* RESERVED_SHARED_MEMORY_PER_BLOCK */
 };
 
-/* What is not known here is refused, rather than told wrong. */
+/* What is not known here is refused; a wrong answer would be worse. */
 OOCUresult cuDeviceGetAttribute(int *value, int attribute, OOCUdevice device) {
     enum { PCI_BUS = 33, LAST = 150 };
     SIM_ENTER(CALL_cuDeviceGetAttribute);
@@ -415,7 +415,7 @@ static void end_context(int device) {
             sim__hold(s, 0); /* may run work and so forget streams: begin again */
         s = held ? sim.streams : s->next;
     }
-    (void)sim__wait_all(device); /* an error of the work itself: there is nobody left to tell */
+    (void)sim__wait_all(device); /* an error of the work itself: no call is left to report it */
     for (struct sim_stream *s = sim.streams, *next; s; s = next) {
         next = s->next;
         if (s->device == device && !s->destroyed)
@@ -919,8 +919,8 @@ OOCUresult cuStreamQuery(OOCUstream handle) {
     result = observable(handle, &stream);
     if (result != OOCU_SUCCESS)
         goto out;
-    /* Asking may run and forget operations and streams: look for one that is not done, anew each
-     * time. */
+    /* Asking may run and forget operations and streams: look for one that is not done, from the
+     * beginning each time. */
     for (struct sim_stream *s = sim.streams, *next; s && result == OOCU_SUCCESS; s = next) {
         next = s->next;
         if (covers(stream, s) && s->tail) {
@@ -1155,7 +1155,7 @@ struct module {
 };
 
 /* A fatbin, an ELF file for CUDA, or the text of PTX. No byte is read beyond the first that is
- * wrong: nobody says how many there are. */
+ * wrong: how many there are is not known. */
 static int is_image(const unsigned char *bytes) {
     static const unsigned char fatbin[] = {0x50, 0xED, 0x55, 0xBA, 1, 0}; /* version 1 */
     static const unsigned char elf[] = {0x7F, 'E', 'L', 'F', 2, 1}; /* 64 bits, little-endian */
