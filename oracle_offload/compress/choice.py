@@ -99,7 +99,7 @@ class HostRoom:
 def part(
     units: list[Unit], budget: Budget, expected: Expected
 ) -> tuple[list[Unit], Kept, HostRoom]:
-    """`keep` for a model that may be compressed; besides, what room its weights have."""
+    """`keep` for a model that may be compressed; also returns what room its weights have."""
     streaming, kept = keep(units, budget)
     if budget.compress is None or budget.ram_budget in (None, OFFLOADED) or not kept.bytes:
         return streaming, kept, HostRoom()

@@ -1,11 +1,11 @@
 """Weights of a model on their way into coded masters: what attach asks for piece by piece.
 
 A coded master is two things. The engine has the coded weights, in a piece of host memory. Python
-has a Parameter that is read from a file of the cache: a private mapping, of a file that nobody else
-can write and nobody writes twice. It is not one of the checkpoint that the weights came from, which
-may be overwritten at any time, by a program that saves the model where it was loaded from, say.
-Reading it brings pages of the file to memory, which the system takes back when it likes; writing it
-copies the page, which `oracle_offload.engine.coded` notices.
+has a Parameter that is read from a file of the cache: a private mapping, of a file that no other
+user can write and that is never written twice. It is not one of the checkpoint that the weights
+came from, which may be overwritten at any time, by a program that saves the model where it was
+loaded from, say. Reading it brings pages of the file to memory, which the system takes back when it
+likes; writing it copies the page, which `oracle_offload.engine.coded` notices.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Coder:
     ram_budget : optional
         The argument of `attach`, where it has no room for the weights as they are.
     limit : float
-        The bytes that it stands for.
+        That argument in bytes.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class Coder:
         Parameters
         ----------
         tensors : sequence of tuples
-            Each with a dense tensor on any device that has its values, or where they lie.
+            Each with a dense tensor on any device that has its values, or their place in a file.
         on_bytes : callable
-            Told how many bytes each had that was coded.
+            Called with the number of bytes of each tensor that was coded.
         """
         with ThreadPoolExecutor(_TENSORS_AT_ONCE, "oracle_offload-code") as pool:
             found = {}
@@ -254,12 +254,12 @@ class Coder:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return `tensor` as a dense host tensor, in whatever order its elements lie."""
+    """Return `tensor` as a dense host tensor, in whatever order its elements are."""
     return tensor.cpu() if is_dense(tensor) else tensor.cpu().contiguous()
 
 
 def tensor_over(mapped: mmap.mmap, begin: int, like: Tensor) -> Tensor:
-    """Return a tensor that lies in a mapping, with the shape, dtype and strides of another.
+    """Return a tensor whose bytes are in a mapping, with the shape, dtype and strides of another.
 
     Its storage is its own bytes, and ordinary memory to torch, which may be moved.
     """

@@ -2,7 +2,7 @@
 
 Of a tensor there may be two: the coded weights (``.coded``), and the weights as they are
 (``.raw``), which a Parameter is read from. A file appears as a whole or not at all, and is compared
-with the weights before it is used: what is damaged is thrown away and made anew.
+with the weights before it is used: what is damaged is thrown away and made again.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Store:
 
     def drop(self, name: str, why: object) -> None:
         """Throw a damaged file away."""
-        logger.warning("'%s' is damaged (%s); it is made anew.", self.path(name), why)
+        logger.warning("'%s' is damaged (%s); it is made again.", self.path(name), why)
         with contextlib.suppress(OSError):  # Windows keeps a file that is open
             os.unlink(self.path(name))
 

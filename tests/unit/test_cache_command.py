@@ -301,7 +301,7 @@ def test_a_damaged_file_is_told_and_removed(store: Store, caplog: pytest.LogCapt
     store.drop("none" + RAW, "of another")
     said = [f"'{store.path(name + RAW)}' is damaged" for name in ("old", "none")]
     assert caplog.messages == [
-        f"{said[0]} (of a reason); it is made anew.",
-        f"{said[1]} (of another); it is made anew.",
+        f"{said[0]} (of a reason); it is made again.",
+        f"{said[1]} (of another); it is made again.",
     ]
     assert "old" + RAW not in names(store)
