@@ -116,7 +116,7 @@ NOTES: dict[str, dict[str, str]] = {
             "`snapshots`."
         ),
         "is an index that names no tensors": "The index of the shards is empty: download it again.",
-        "which is no file beside it": (
+        "which is no file next to it": (
             "An index may name files of its own folder alone; another path could be anything."
         ),
         "there is no such file or folder": "`weights` is a path on this machine, no name of a hub.",
@@ -239,7 +239,7 @@ NOTES: dict[str, dict[str, str]] = {
         "give the class: plan(Class, config=...)": (
             "The config is of a class of nobody installed here; import it, and give it."
         ),
-        "nothing is downloaded unless told to": "`--fetch` fetches the config, and no weights.",
+        "nothing is downloaded by default": "`--fetch` fetches the config, and no weights.",
         "is of a model that is quantised already": (
             "What its layers keep is known to its library alone. Give the folder of the model "
             "before it was quantised, and the form with `quantize=`."

@@ -58,7 +58,7 @@ class WeightFile:
             view, offset = view[count:], offset + count
 
     def origin(self, begin: int, nbytes: int) -> Origin:
-        """Return where bytes of the file lie, privately mapped.
+        """Return where bytes of the file are, privately mapped.
 
         Raises
         ------
@@ -88,12 +88,12 @@ class WeightFile:
         Raises
         ------
         OffloadError
-            Nobody knows which of the weights are of before, and which of after.
+            It is not known which of the weights are from before, and which from after.
         """
         if self._current_state() != self._state:
             raise OffloadError(
                 f"'{self.path}' was written while its weights were read: no one file's weights "
-                "were loaded. Attach again once nobody writes it."
+                "were loaded. Attach again once no program writes it."
             )
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ def find_weights(path: Path) -> Path:
                 "meant."
             )
     raise OffloadError(
-        f"weights='{folder}' has no safetensors file (*{SUFFIX}); a pipeline's weights lie in its "
+        f"weights='{folder}' has no safetensors file (*{SUFFIX}); a pipeline's weights are in its "
         "subfolders, 'transformer' for example."
     )
 
@@ -254,5 +254,5 @@ def read_json(path: Path) -> Any:
 def _plain_name(name: Any, path: str) -> str:
     """Return `name` if it names something in the same folder, whatever the system."""
     if not isinstance(name, str) or not name or name in (".", "..") or set(name) & set("/\\:\0"):
-        raise OffloadError(f"'{path}' names {name!r}, which is no file beside it.")
+        raise OffloadError(f"'{path}' names {name!r}, which is no file next to it.")
     return name

@@ -1,9 +1,9 @@
 """Names in a file that are not the model's: the library's own conversion, applied to places.
 
 transformers keeps with a model how the names of older checkpoints become its own, and how several
-tensors become one: the matrices of each expert, which lie one by one in a file, are one stack in
-the model. The rules are asked for here; what they would do to tensors is done to places, so that
-every matrix is read where it lies in the stack and no stack exists twice.
+tensors become one: the matrices of each expert, which are stored one by one in a file, are one
+stack in the model. The rules are asked for here; what they would do to tensors is done to places,
+so that every matrix is read into its place in the stack and no stack exists twice.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ def _of_transformers(module: Any, plain: dict[str, Source], path: str) -> dict[s
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor on its way: its shape, and which steps lead from it to what lies in a file."""
+    """A tensor on its way: its shape, and which steps lead from it to what is in a file."""
 
     shape: tuple[int, ...]
     parts: tuple[tuple[Fragment, tuple[Step, ...]], ...]
 
     @classmethod
     def of(cls, source: Source) -> _Made:
-        """Return that of a tensor that lies in a file as a whole."""
+        """Return that of a tensor that is in a file as a whole."""
         return cls(source.shape, tuple((fragment, ()) for fragment in source.fragments))
 
     def below(self, shape: Sequence[int], step: Step) -> _Made:
@@ -211,7 +211,7 @@ def _transpose(
 def _chunk(
     operation: Any, made: dict[str, list[_Made]], targets: list[str], expected: tuple[int, ...]
 ) -> dict[str, list[_Made]]:
-    """Cut one tensor into equal parts, which lie one behind the other in the file."""
+    """Cut one tensor into equal parts, which follow one another in the file."""
     ((_, (item,)),) = made.items()
     ((fragment, steps),) = item.parts
     rows, left = divmod(item.shape[0], len(targets))

@@ -13,7 +13,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def empty_weights() -> Iterator[None]:
-    """Let the Parameters of modules made inside lie on the meta device, where they take no memory.
+    """Put the Parameters of modules made inside on the meta device, where they take no memory.
 
     Everything else is computed as the classes do: buffers, tables, plain attributes. With
     ``torch.device("meta")`` these would be lost, and no file has them. For `attach` with
@@ -35,7 +35,7 @@ def empty_weights() -> Iterator[None]:
         yield
     finally:
         own.is_over = True
-        # Another thread's may lie over it: then that one takes both away.
+        # Another thread's may be on top of it: then that one removes both.
         current: Any = nn.Module.register_parameter
         while getattr(current, "is_over", False):
             current = current.before

@@ -45,7 +45,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a file: its dtype in the file's words, its shape, and where its bytes lie."""
+    """One tensor of a file: its dtype in the file's words, its shape, and where its bytes are."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -145,7 +145,7 @@ def _stored(name: str, row: Any, start: int, path: str) -> Stored:
             f"'{path}' has a damaged header: '{name}' of {dtype} and shape {tuple(shape)} takes "
             f"{nbytes} bytes, but its place has {end - begin}."
         )
-    if math.prod(size or 1 for size in shape) > _MOST_ELEMENTS:  # beside a 0 nothing bounds them
+    if math.prod(size or 1 for size in shape) > _MOST_ELEMENTS:  # with a 0 nothing bounds the rest
         raise OffloadError(f"'{path}' has a damaged header: '{name}' has shape {tuple(shape)}")
     return Stored(dtype, tuple(shape), start + begin, nbytes)
 
@@ -155,7 +155,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _refuse_gaps(found: Mapping[str, Stored], start: int, size: int, path: str) -> None:
-    """Refuse tensors that overlap, leave bytes out, or lie beyond the end of the file."""
+    """Refuse tensors that overlap, leave bytes out, or are beyond the end of the file."""
     end = start
     for name, stored in sorted(found.items(), key=lambda row: (row[1].begin, row[1].nbytes)):
         if stored.begin != end:

@@ -1,4 +1,4 @@
-"""Files that are read where they lie: a private mapping, whose writes reach no file."""
+"""Weights read from a file without a copy: a private mapping, whose writes reach no file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .. import _core
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the bytes of a tensor lie in a file, as they are.
+    """Where the bytes of a tensor are in a file, unchanged.
 
     Attributes
     ----------

@@ -29,10 +29,10 @@ class Files(Protocol):
         """Whether `read` is to be asked for its values."""
 
     def origin(self, tensor: Tensor) -> Origin | None:
-        """Return where its bytes lie, if they lie in one file as they are."""
+        """Return where its bytes are, if one file has them unchanged."""
 
     def skip(self, tensor: Tensor) -> None:
-        """Read nothing for it: it lies in the file that has its values."""
+        """Read nothing for it: its bytes are those of the file that has its values."""
 
     def read(
         self, tensors: Sequence[tuple[Tensor, Tensor]], on_bytes: Callable[[int], object]
@@ -82,7 +82,7 @@ class Reader:
     def parts(
         self, file: WeightFile, begin: int, dtype: torch.dtype, target: Tensor
     ) -> Iterator[Part]:
-        """Yield what fills `target` with the elements that lie in `file` from `begin` on.
+        """Yield what fills `target` with the elements that `file` has from `begin` on.
 
         Parameters
         ----------

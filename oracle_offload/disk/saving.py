@@ -34,9 +34,9 @@ def save_weights(
 ) -> None:
     """Write the weights of a model, attached or not, as `attach` and the libraries read them.
 
-    Each tensor is written from where it lies, a device's in blocks of 8 MiB. A file is written
-    beside its place, brought to the disk and renamed: whatever ends the process, what was there
-    before is whole, or what is there now. Of tied tensors the first name is written.
+    Each tensor is written from where it is stored, a device's in blocks of 8 MiB. A file is written
+    under another name in the same folder, brought to the disk and renamed: whatever ends the
+    process, the old file is whole, or the new one. Of tied tensors the first name is written.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def save_weights(
     before: set[str] = set()
     replaces = index.is_file()
     if replaces:
-        with contextlib.suppress(OffloadError):  # what is damaged keeps nobody from saving
+        with contextlib.suppress(OffloadError):  # a damaged one does not prevent saving
             before = set(read_index(index).values())
     # An index may name any file: only weights are taken for what was saved here before.
     old = [file for file in sorted(before | {single.name}) if file.endswith(SUFFIX)]

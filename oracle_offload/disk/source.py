@@ -1,4 +1,4 @@
-"""Where the values of one tensor lie in files: as a whole, or a part of it in each of several."""
+"""Where the values of one tensor are in files: as a whole, or a part of it in each of several."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Source:
                 )
 
     def origin(self, tensor: Tensor) -> Origin | None:
-        """Return where the bytes of `tensor` lie, if they lie in one file as they are."""
+        """Return where the bytes of `tensor` are, if one file has them unchanged."""
         (first, *rest) = self.fragments
         stored = first.stored
         if (

@@ -486,7 +486,7 @@ def test_what_is_no_model_is_said(model: Any, says: str) -> None:
         (
             "m.safetensors.index.json",
             '{"weight_map": {"a": "../a.safetensors"}}',
-            "names '../a.safetensors', which is no file beside it",
+            "names '../a.safetensors', which is no file next to it",
         ),
         ("other.txt", "", "is neither a safetensors file"),
     ],

@@ -369,7 +369,7 @@ def test_a_folder_of_the_hub_cache_means_its_snapshot(tmp_path):
     (folder / "refs" / "main").write_text("abc\n")
     assert names(folder) == ["a", "b"]
     (folder / "refs" / "main").write_text("../../elsewhere")
-    with pytest.raises(OffloadError, match="which is no file beside it"):
+    with pytest.raises(OffloadError, match="which is no file next to it"):
         names(folder)
     (folder / "refs" / "main").write_text("ghi")
     with pytest.raises(OffloadError, match="has no snapshot 'ghi', which '"):
@@ -405,13 +405,13 @@ def test_what_does_not_say_which_file_is_meant_is_refused(tmp_path):
         ({"c": "one.safetensors"}, "says that 'c' is in 'one.safetensors', but it is not"),
         ({"a": "two.safetensors"}, "says that 'a' is in 'two.safetensors', but it is not"),
         ({"c": "three.safetensors"}, "three.safetensors' cannot be read: No such file"),
-        ({"c": "../one.safetensors"}, "names '../one.safetensors', which is no file beside it"),
-        ({"c": "/etc/passwd"}, "no file beside it"),
-        ({"c": "C:\\a.safetensors"}, "no file beside it"),
-        ({"c": ".."}, "no file beside it"),
-        ({"c": ""}, "no file beside it"),
-        ({"c": "a\0b"}, "no file beside it"),
-        ({"c": 7}, "names 7, which is no file beside it"),
+        ({"c": "../one.safetensors"}, "names '../one.safetensors', which is no file next to it"),
+        ({"c": "/etc/passwd"}, "no file next to it"),
+        ({"c": "C:\\a.safetensors"}, "no file next to it"),
+        ({"c": ".."}, "no file next to it"),
+        ({"c": ""}, "no file next to it"),
+        ({"c": "a\0b"}, "no file next to it"),
+        ({"c": 7}, "names 7, which is no file next to it"),
     ],
 )
 def test_an_index_names_files_beside_it_that_hold_what_it_says(tmp_path, changes, message):
