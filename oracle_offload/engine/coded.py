@@ -1,9 +1,9 @@
 """Coded masters: weights that the engine has in fewer bytes, and Python reads from a file.
 
-The tensor lies in a private mapping. A write to it, by whatever means, copies pages of the mapping,
-which the system knows of; from then on it is no copy of what the engine has, and becomes a master
-as all others are. What is coded no more is copied from the file to memory in its place, because
-who cuts a file off ends every process that reads it there.
+The tensor's bytes are in a private mapping. A write to it, by whatever means, copies pages of the
+mapping, which the system knows of; from then on it is no copy of what the engine has, and becomes a
+master as all others are. What is coded no more is copied from the file to memory in its place,
+because a program that cuts a file off ends every process that reads it there.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CodedMaster:
     Parameters
     ----------
     tensor : Tensor
-        It lies in its mapping already.
+        Its bytes are in its mapping already.
     address, nbytes : int
         Where the coded weights are, in a piece of host memory.
     kind : int
@@ -96,7 +96,7 @@ class CodedMaster:
         return storage if storage is not None and storage.data_ptr() == self.start else None
 
     def own(self) -> bool:
-        """Copy the tensor from its file to ordinary memory, where it lies: aliases follow.
+        """Copy the tensor from its file to ordinary memory at the same address: aliases follow.
 
         Returns
         -------
@@ -108,7 +108,7 @@ class CodedMaster:
 
     @property
     def extent(self) -> tuple[int, int, int, int]:
-        """What the engine is told of it."""
+        """What the engine has to know of it."""
         return self.address, self.tensor_bytes, self.nbytes, self.kind
 
     def was_written(self) -> bool:

@@ -97,7 +97,7 @@ class Device(abc.ABC):
         return None
 
     def cached_bytes(self) -> int:
-        """Bytes that torch's allocator holds there and has given to nobody."""
+        """Bytes that torch's allocator has cached there, unused."""
         return 0
 
     def release_cached(self) -> None:
@@ -105,9 +105,9 @@ class Device(abc.ABC):
         return
 
     def allocated_and_peak(self) -> tuple[int, int] | tuple[None, None]:
-        """Return bytes that torch has allocated there, now and at most; None where nobody counts.
+        """Return bytes that torch has allocated there, now and at most; None if not counted.
 
-        The peak is torch's own, since the process began or somebody last reset it.
+        The peak is torch's own, since the process began or it was last reset.
         """
         return None, None
 
@@ -116,7 +116,7 @@ class Device(abc.ABC):
         return None
 
     def begin_peak(self) -> None:
-        """Begin torch's peak anew, where it counts one."""
+        """Begin torch's peak again, where it counts one."""
         return
 
     def peak_bytes(self) -> int | None:
@@ -150,7 +150,7 @@ class Device(abc.ABC):
         """Whether `stream`, as above, is part of a graph that is captured: nothing is allocated."""
 
     def copies_aside(self) -> CopiesAside | None:
-        """Return what copies beside the host's work; None where no copy takes the host's time."""
+        """Return what copies while the host works; None where no copy takes the host's time."""
         return None
 
     @staticmethod
@@ -166,7 +166,7 @@ class _Thread(threading.local):
 
 
 class Simulated(Device):
-    """The simulated driver; torch's tensors lie in host memory."""
+    """The simulated driver; torch's tensors are in host memory."""
 
     dlpack_type = 1
     _has_clock = False
@@ -290,7 +290,7 @@ class Cuda(Device):
         return torch.cuda.memory_allocated(self.device)
 
     def cached_bytes(self) -> int:
-        """Bytes that torch's allocator holds there and has given to nobody."""
+        """Bytes that torch's allocator has cached there, unused."""
         reserved = torch.cuda.memory_reserved(self.device)
         return reserved - torch.cuda.memory_allocated(self.device)
 
@@ -328,7 +328,7 @@ class Cuda(Device):
         return _CudaCopies(self.device)
 
     def begin_peak(self) -> None:
-        """Begin torch's peak anew."""
+        """Begin torch's peak again."""
         self._peaks[self.device] = self.peak_bytes()
         torch.cuda.reset_peak_memory_stats(self.device)
 

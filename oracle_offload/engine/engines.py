@@ -40,7 +40,7 @@ _phase = FIRST
 
 
 class Layout:
-    """Counts changes of where masters and segments lie, for whoever keeps a map of them."""
+    """Counts changes of where masters and segments are, for code that keeps a map of them."""
 
     version = 0
 
@@ -66,7 +66,7 @@ class Shared(Protocol):
 
 
 class Listener(Protocol):
-    """Who holds something of a device, and wants to hear what happens there."""
+    """An object that holds something of a device, and is notified of what happens there."""
 
     def before_forward(self) -> None:
         """The first managed forward after a backward begins."""
@@ -85,7 +85,7 @@ class Listener(Protocol):
 
 
 class Observer(Protocol):
-    """Who wants to hear of every device, from now on; see `observers`."""
+    """An object that is notified of every device, from now on; see `observers`."""
 
     def opened(self, state: DeviceState) -> None:
         """An engine was opened."""
@@ -115,7 +115,7 @@ observers: tuple[Observer, ...] = ()  # replaced, never changed; the registry's 
 
 
 def observe(observer: Observer) -> list[DeviceState]:
-    """Let `observer` hear; return the devices that have an engine already."""
+    """Notify `observer` from now on; return the devices that have an engine already."""
     global observers
     with _registry_lock:
         observers = (*observers, observer)
@@ -151,7 +151,7 @@ class DeviceState:
         # of the master: see `oracle_offload.layers.norms`.
         self.wanted_norms: set[tuple[bool, Any]] = set()
         self.norms: dict[int, Any] = {}
-        # What stands for trained masters in graphs, by their `id`: see `gradients.landing`.
+        # What replaces trained masters in graphs, by their `id`: see `gradients.landing`.
         self.landings: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         # By the `id` of a master, what steps it in backward: see `train.in_backward`.
         self.steppers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -239,11 +239,11 @@ class DeviceState:
         raise OffloadError(f"the engine answered {address:#x}, which is in no segment of the arena")
 
     def free_bytes(self) -> int:
-        """Bytes of the device that can still be had: free, or held by torch for nobody."""
+        """Bytes of the device that can still be had: free, or cached by torch and in no use."""
         return self.engine.mem_info()[0] + self.kind.cached_bytes()
 
     def join(self, listener: Listener) -> None:
-        """Keep the engine open for `listener`, and let it hear."""
+        """Keep the engine open for `listener`, and notify it."""
         with self.lock:
             if listener not in self.listeners:
                 self.listeners = (*self.listeners, listener)
@@ -362,12 +362,12 @@ class DeviceState:
                 stepper.break_off()
 
     def begin_forward(self) -> None:
-        """Before the first managed forward after a backward trained weights are copied anew.
+        """Before the first managed forward after a backward trained weights are copied again.
 
         Code may have written to them unseen: fingerprints are samples, and to read all bytes takes
         longer than to copy them. The arena may grow to what was learned then. It does so before any
-        weight is fetched for that forward, for then the plan lays out anew where each has its
-        place. In a capture of a graph, which refuses every loan, nothing is done.
+        weight is fetched for that forward, for then the plan gives every weight a new place. In a
+        capture of a graph, which refuses every loan, nothing is done.
         """
         if self.kind.is_capturing(self.stream()):
             return
@@ -420,7 +420,7 @@ def opened(device: torch.device) -> Iterator[DeviceState]:
 
 
 def registry_if_free() -> AbstractContextManager[bool]:
-    """Take the registry's lock for a ``with`` block, if nobody holds it; say whether."""
+    """Take the registry's lock for a ``with`` block, if it is free; say whether."""
     return _registry_lock.if_free()
 
 
@@ -484,7 +484,7 @@ def begin_phase(name: str) -> None:
     _phase = name
     for state in open_states():
         with state.lock:
-            if state.listeners:  # while somebody listens, nobody closes the engine
+            if state.listeners:  # while there is a listener, the engine stays open
                 state.phases.begin(name, state.counters(), state.engine.unit_waits())
 
 
@@ -540,7 +540,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if frozen := _frozen_in(optimizer):
         before_frozen_write(frozen)
     for state in open_states():
-        with state.lock:  # while somebody listens, nobody closes the engine
+        with state.lock:  # while there is a listener, the engine stays open
             trained = [listener.before_step() for listener in state.listeners]
             if any(trained):
                 state.hold()

@@ -43,7 +43,7 @@ def set_depth(value: int) -> None:
 def is_exempt() -> bool:
     """Whether this thread may touch masters now.
 
-    An optimizer step is told by its frame: torch's hooks do not say when a step has failed.
+    An optimizer step is recognised by its frame: torch's hooks do not say when a step has failed.
     """
     if depth():
         return True

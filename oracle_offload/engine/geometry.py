@@ -1,4 +1,4 @@
-"""Where the bytes of a tensor lie: addresses, strides, sizes as the engine counts; and writes."""
+"""Where the bytes of a tensor are: addresses, strides, sizes as the engine counts; and writes."""
 
 from __future__ import annotations
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class LockedPool:
     """Page-locked buffers, each of which serves the next that fills at least half of it.
 
-    Where no more may be locked, those are unlocked whose size nobody has had for longest. An
-    interrupt leaves it as it was, but for a buffer that nobody hears of: that is lost to the pool.
+    Where no more may be locked, those are unlocked whose size has been unused for longest. An
+    interrupt leaves it as it was, but for a buffer that no caller receives: that is lost to the
+    pool.
 
     Parameters
     ----------
@@ -38,7 +39,8 @@ class LockedPool:
         self._buffers: dict[int, HostBuffer] = {}  # known to the engine, by address
         self._back: deque[HostBuffer] = deque()  # given back, and not looked at yet
         self.give: Callable[[HostBuffer], object] = self._back.append
-        # Those that nobody has, by size: first the size of which none was given back for longest.
+        # Those that are not in use, by size: first the size of which none was given back for
+        # longest.
         self._free: dict[int, list[HostBuffer]] = {}
         self._is_refused = False
 
@@ -107,7 +109,7 @@ class LockedPool:
         return buffer
 
     def _unlock_free(self) -> None:
-        """Unlock one that nobody has; where that fails, it is free still."""
+        """Unlock one that is not in use; where that fails, it is free still."""
         buffer = self._pop(next(iter(self._free)))
         try:
             self._unlock(buffer)
@@ -119,6 +121,6 @@ class LockedPool:
         del self._buffers[buffer.address]
         try:
             self._state.engine.unlock(buffer)  # cut short before it, the end of the buffer does so
-        except OffloadError:  # whoever keeps the error keeps the buffer: unlock it at the next try
+        except OffloadError:  # the error keeps the buffer alive: unlock it at the next try
             self._buffers[buffer.address] = buffer
             raise

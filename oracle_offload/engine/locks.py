@@ -20,9 +20,9 @@ matter, so a turn is waited for with a limit. What a lock protects is changed un
 one step. The hot path, a loan, makes such look-ups alone and takes no lock but the mutex, and the
 turn where it lends to a module's own forward.
 
-The GIL has no place in the order, because nobody waits with it: Python waits for a lock without it;
-the binding tries the mutex, and waits for it only after it has released the GIL; and whoever holds
-the mutex asks for the GIL after giving it up.
+The GIL has no place in the order, because no thread waits with it: Python waits for a lock without
+it; the binding tries the mutex, and waits for it only after it has released the GIL; and the thread
+that holds the mutex asks for the GIL after giving it up.
 
 Any allocation may start the garbage collector, which may delete a model whatever locks this thread
 holds. So the end of a deleted model waits for no lock and interrupts no change: it takes those that

@@ -43,7 +43,7 @@ _thread = threading.local()
 def autocast_reaches_kernels() -> Iterator[None]:
     """Let what a mode's handler calls in this thread compute under autocast as it is now.
 
-    Torch runs a handler below autocast, from where nobody can ask for it. Kernels that call
+    Torch runs a handler below autocast, where its state cannot be asked for. Kernels that call
     operators (`nn.Bilinear`'s, an encoder's fast path, those that a library wrote in Python) would
     compute otherwise under a mode than without one; under inference mode, where an operator that is
     made of others arrives whole, so would these. Where a region begins or ends meanwhile, nothing

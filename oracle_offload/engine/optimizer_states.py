@@ -1,6 +1,6 @@
 """What an optimizer keeps of a parameter goes where that went: attach and detach move parameters.
 
-torch brings the state of a parameter beside it where a state dict is loaded, and never again.
+torch brings the state of a parameter to its device where a state dict is loaded, and never again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def note_moved(parameters: Iterable[Tensor]) -> None:
 def follow(optimizer: Any) -> None:
     """Bring the state of parameters that have moved to where they are.
 
-    As torch does where a state dict is loaded, but for what lies in pages that the system moves
+    As torch does where a state dict is loaded, but for what is in pages that the system moves
     (bitsandbytes).
     """
     since = _followed.get(optimizer, 0)

@@ -2,8 +2,8 @@
 
 At the end of each optimizer step the host's clock and the engine's counters are put down. Of the
 uses of weights one in 29 asks, before anything of it is queued, whether the device has run out of
-work; so does the first use of each step, because the time before it belongs to whoever brings the
-next batch.
+work; so does the first use of each step, because the time before it belongs to the code that brings
+the next batch.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Pace:
         """
         last = self._marks[-1] if self._marks else None
         if last is not None and last["units"] != counters["units"]:
-            self.ended = 0  # the warm-up begins anew, and lets go of what was noted
+            self.ended = 0  # the warm-up begins again, and lets go of what was noted
         elif last is not None and last["acquires"] == counters["acquires"]:
             return False
         self.ended += 1

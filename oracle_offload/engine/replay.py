@@ -53,7 +53,7 @@ def predict(
     simulator.detect_races(False)
     engine = _core.Engine(str(simulator.library_path()), 0)
     arena = [_Reserved(nbytes) for nbytes in segments]
-    # All units have the same masters: nobody looks at what is copied.
+    # All units have the same masters: no code looks at what is copied.
     largest = max(
         (sum(_aligned(_whole(n)) for _, ts in unit for n in ts) for unit in units), default=1
     )
@@ -163,7 +163,7 @@ class _Masters:
             engine.unlock(self._locked.pop())
 
     def extent(self, address: int, size: Size) -> tuple[int, ...]:
-        """Return what the engine is told of a tensor; a raw one lies at `address`."""
+        """Return what the engine has to know of a tensor; a raw one is at `address`."""
         if isinstance(size, int):
             return address, size
         buffer, nbytes = self._of(size)
@@ -290,7 +290,7 @@ def predict_elsewhere(questions: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
 
 def main() -> None:
-    """Answer what stands in the standard input."""
+    """Answer the questions in the standard input."""
     for line in sys.stdin:
         question = json.loads(line)
         simulator.set_device(0, simulator.Device(**question.pop("device")))

@@ -2,7 +2,7 @@
 
 GradScaler and the fused optimizers give each device a copy of their scalars (the scale, whether a
 gradient overflowed, a tensor ``lr``) by ``.to(device, non_blocking=True)``. Work on a CUDA device
-is queued behind such a copy; the host does not wait for one that comes to it. A model that lies on
+is queued behind such a copy; the host does not wait for one that comes to it. A model that is on
 the GPU never meets this. `attach` puts trainable weights on the host, and so has to see to it.
 """
 
@@ -101,14 +101,14 @@ def settle(optimizer: Any) -> None:
     Raises
     ------
     OffloadError
-        The optimizer would read a tensor ``lr`` or ``betas`` that lies on the device.
+        The optimizer would read a tensor ``lr`` or ``betas`` that is on the device.
     """
     for group in optimizer.param_groups:
         for name, value in _copied(group):
             if value.device.type != "cpu" and _trains_on_host(group):
                 raise OffloadError(
                     f"{type(optimizer).__name__} has {name} in a tensor on {value.device} and "
-                    "trains weights that lie on the host, where torch would read it before it has "
+                    "trains weights that are on the host, where torch would read it before it has "
                     f"arrived; give {name} as a number, or as a tensor on the host."
                 )
     scales = {name: getattr(optimizer, name, None) for name in _SCALES}
