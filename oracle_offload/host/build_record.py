@@ -15,7 +15,7 @@ from typing import Any
 from .. import __version__
 from .schema import schema
 
-RECORD = "_build_info.json"  # setup.py writes it beside the extension
+RECORD = "_build_info.json"  # setup.py writes it next to the extension
 
 
 def build_info() -> dict[str, Any]:
@@ -30,7 +30,7 @@ def build_info() -> dict[str, Any]:
         ``why_not`` says what to do); ``date``, ``platform``, ``compiler``, ``built_with_python``;
         ``core``, ``simulator`` and ``kernels``, each a dict with ``built`` and, where that is
         False, ``why_not``; ``python`` and ``torch``, the versions here and now (``torch`` is None
-        where it is not installed); ``folder``, where the package lies.
+        where it is not installed); ``folder``, where the package is.
 
     Examples
     --------

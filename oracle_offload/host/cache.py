@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def folder() -> Path:
-    """Return where this user's files lie: ``ORACLE_OFFLOAD_CACHE_DIR``, or the system's place."""
+    """Return where this user's files are: ``ORACLE_OFFLOAD_CACHE_DIR``, or the system's place."""
     named = os.environ.get("ORACLE_OFFLOAD_CACHE_DIR")
     if named:
         return Path(named)

@@ -1,6 +1,6 @@
 """The memory limit a control group puts on a process: cgroup v1, v2 and the hybrid of both.
 
-A limit binds wherever it stands on the way from the process's own group up to the root, so the
+A limit binds wherever it is set on the way from the process's own group up to the root, so the
 smallest over every visible ancestor counts. The version is chosen by the hierarchy that owns the
 memory controller and not by whether a cgroup2 mount exists: on a hybrid system both do.
 Formats: the kernel's Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
@@ -23,7 +23,7 @@ class MemoryLimit:
     version : str or None
         "v1" or "v2": the hierarchy that owns the memory controller; None when none was found.
     hybrid : bool
-        A cgroup2 mount exists beside the v1 memory controller.
+        A cgroup2 mount exists next to the v1 memory controller.
     group : str
         The group of the process, as the process sees it ("/" in a container of its own).
     limit_bytes : int or None

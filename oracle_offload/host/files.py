@@ -9,7 +9,7 @@ from dataclasses import dataclass
 # A /proc or /sys file is a few KiB. The bound keeps a surprising one (a device node, a huge
 # mount table) from being read whole.
 _MAX_BYTES = 1 << 20
-# No machine has 4 EiB of anything. A larger number is a fault, or stands for "no limit".
+# No machine has 4 EiB of anything. A larger number is a fault, or means "no limit".
 NO_SIZE = 1 << 62
 
 

@@ -78,12 +78,12 @@ def private_bytes(ranges: Iterable[tuple[int, int]], root: str = "/") -> int:
     """Return how many bytes of `ranges` go back to the system when they are freed.
 
     Pages of a mapped file do not: `available_bytes` counts them already, because the system can
-    drop them at any time. Where it does not tell which pages are a file's, all are taken for such.
+    drop them at any time. Where it does not say which pages are a file's, all are taken for such.
 
     Parameters
     ----------
     ranges : iterable of (int, int)
-        Addresses of this process, first and one past the last; a range lies in one mapping.
+        Addresses of this process, first and one past the last; a range is in one mapping.
     root : str
         As in `available_bytes`.
     """

@@ -1,11 +1,11 @@
-"""Files and folders that nobody but this user can write.
+"""Files and folders that only this user can write.
 
-Whoever else could write or cut off a file that weights are read from would change what is computed,
+A user who could write or cut off a file that weights are read from would change what is computed,
 or end it; and a link that another user has planted would lead what is written here to some file of
 this user's.
 
-Root may do all of that anyway, so what is root's passes. On Windows nothing is asked: the cache
-lies in the user's profile, which no other user can write, and links are made by administrators.
+Root may do all of that anyway, so what is root's passes. On Windows nothing is asked: the cache is
+in the user's profile, which no other user can write, and links are made by administrators.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those it lies in, for this user alone; one that is there is checked.
+    """Make a folder, and those it is in, for this user alone; one that is there is checked.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def _make(path: Path) -> None:
 
 
 def open_own(path: Path) -> int:
-    """Return a descriptor of a file to read, whose content is by nobody else.
+    """Return a descriptor of a file to read, whose content is this user's alone.
 
     Parameters
     ----------
@@ -78,8 +78,8 @@ def open_own(path: Path) -> int:
     OSError
         It cannot be read.
     """
-    # What is asked is asked of what was opened, so that nobody can exchange it in between; and a
-    # pipe in the place of a file does not make anybody wait.
+    # What is asked is asked of what was opened, so that it cannot be exchanged in between; and a
+    # pipe in the place of a file does not block the caller.
     flags = os.O_RDONLY | _NO_LINKS | _BINARY | getattr(os, "O_NONBLOCK", 0)
     try:
         file = os.open(path, flags)

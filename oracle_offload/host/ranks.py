@@ -1,11 +1,11 @@
-"""The ranks of one machine: how they meet, and what they tell one another.
+"""The ranks of one machine: how they meet, and what they send one another.
 
 They meet by the store of torch's process group, which says at which socket the first of them waits,
-and talk over sockets from then on. These end at once when a process does, killed or not, so that
-nobody waits for a rank that is gone. On Linux they are Unix sockets, which pass descriptors as
-well; their names are in no file system, and end with the process that has them. Elsewhere they are
-of the loopback network: who comes there shows by a word out of the store that it is a rank, and
-memory goes to processes of one user, by the system's own check.
+and talk over sockets from then on. These end at once when a process does, killed or not, so that no
+rank waits for one that is gone. On Linux they are Unix sockets, which pass descriptors as well;
+their names are in no file system, and end with the process that has them. Elsewhere they are of the
+loopback network: a process that connects there shows by a word out of the store that it is a rank,
+and memory goes to processes of one user, by the system's own check.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _PEER = struct.Struct("3i")  # process, user, group: struct ucred
 _HELLO_S = 20  # after it has come, before a rank says who it is
 _MOST_BYTES = 1 << 30  # of one message: more is no message of ours
 _meetings = 0  # of this process: the ranks have as many
-_found: Place | None = None  # where it stands, by a meeting, if its launcher has not said it
+_found: Place | None = None  # this process's, by a meeting, if its launcher has not said it
 _together: weakref.WeakSet[LocalRanks] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands among those of the job.
+    """Which of the job's processes a process is.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Place:
 
 
 def place() -> Place | None:
-    """Return where this process stands, by what its launcher has set; None where none has."""
+    """Return the place of this process, by what its launcher has set; None where none has."""
     try:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local, here = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
@@ -154,7 +154,7 @@ class LocalRanks:
             raise
 
     def fail(self, why: str) -> None:
-        """Let the others know that this rank cannot go on; nothing is told any more."""
+        """Let the others know that this rank cannot go on; it sends nothing after that."""
         if not self._ended and os.getpid() == self._pid:
             self._ended = why
             with contextlib.suppress(OSError):
@@ -171,7 +171,7 @@ class LocalRanks:
         self.let_go()
 
     def let_go(self) -> None:
-        """Close the connections, in a forked child too: there nobody is told anything."""
+        """Close the connections, in a forked child too: nothing is sent from there."""
         while self._peers:
             self._peers.popitem()[1].close()
 
@@ -217,7 +217,7 @@ class LocalRanks:
         """Send the descriptor to all others, or return what has come."""
         if file is not None:
             for peer in self._peers.values():
-                with contextlib.suppress(OSError):  # of one that is gone, which is heard next
+                with contextlib.suppress(OSError):  # of one that is gone, which is seen next
                     socket.send_fds(peer, [b"f"], [file])
             return file
         peer = self._peers[0]
@@ -240,7 +240,7 @@ class LocalRanks:
         return time.monotonic() + self.timeout_s
 
     def _tell(self, message: dict[str, Any]) -> None:
-        """Send to all peers; one that is gone says so when it is heard."""
+        """Send to all peers; one that is gone is noticed when it is read from."""
         content = json.dumps(message).encode()
         for peer in list(self._peers.values()):
             with contextlib.suppress(ConnectionError):
@@ -262,7 +262,7 @@ class LocalRanks:
             ) from None
 
     def _gather(self, what: str, value: Any) -> list[Any]:
-        """As the first rank: hear all, and tell all what all have said."""
+        """As the first rank: receive from all, and send all what all have said."""
         values: dict[int, Any] = {0: value}
         until = self._deadline()
         waiting = selectors.DefaultSelector()
@@ -293,7 +293,7 @@ class LocalRanks:
 
 
 def _leave_child() -> None:
-    """In a forked child: were its copies open, nobody would hear that the rank is gone."""
+    """In a forked child: were its copies open, no rank would see that this one is gone."""
     for ranks in list(_together):
         ranks.let_go()
 
@@ -352,7 +352,7 @@ def meet(version: str) -> LocalRanks:
     Raises
     ------
     OffloadError
-        There is no process group, nobody says which ranks are of this machine, or not all of them
+        There is no process group, nothing says which ranks are of this machine, or not all of them
         come in time.
     """
     global _meetings, _found
@@ -383,7 +383,7 @@ def _place_in_group(store: Any) -> Place:
     import torch.distributed as dist
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    # All ranks say it, for those that are told no more than this.
+    # All ranks say it, for those whose launcher sets no more than this.
     store.set(f"oracle_offload/local/{rank}", os.environ.get("LOCAL_RANK", ""))
     at = place() or _place_by_local_rank(store, rank, world)
     if at is None or (at.rank, at.world) != (rank, world):
@@ -458,7 +458,7 @@ def _family() -> int:
 
 
 def _open(door: socket.socket) -> str:
-    """Give a socket an address, and return its name, which nobody guesses."""
+    """Give a socket an address, and return its name, which cannot be guessed."""
     word = secrets.token_hex(16)
     if LocalRanks.passes_files:
         door.bind(f"\0oracle_offload-{word}")
@@ -491,7 +491,7 @@ def _let_in(
     theirs = {name: said.get(name) for name in ("local_world", "world", "version", "key")}
     ours = {name: hello[name] for name in theirs}
     if theirs != ours or rank in peers or not 0 < rank < hello["local_world"]:
-        peers[rank] = peer  # which is to hear of it
+        peers[rank] = peer  # which is to be notified
         raise OffloadError(
             f"share='node': rank {rank} of this machine says {theirs}, rank 0 {ours}: all of them "
             "have to be of one job, with as many GPUs, and of one version."

@@ -55,8 +55,8 @@ class Sink:
 def replace_file(path: str | os.PathLike[str], write: Callable[[Sink], object]) -> None:
     """Let `write` write a file that takes the place of what is at `path`.
 
-    It is written beside it, brought to the disk, and renamed; then the rename is brought to the
-    disk. Whatever ends the process or the machine, the path has the old file or the new one.
+    It is written in the same folder, brought to the disk, and renamed; then the rename is brought
+    to the disk. Whatever ends the process or the machine, the path has the old file or the new one.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Sink], object]) 
     Raises
     ------
     OSError
-        The system refused it: the old file is as it was, and nothing is left beside it. Where it
+        The system refused it: the old file is as it was, and nothing is left next to it. Where it
         could not bring the rename to the disk, the new file is there already.
     """
     path = os.fspath(path)
@@ -81,7 +81,7 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Sink], object]) 
             write(sink)
             if sink.failure is not None:
                 raise sink.failure
-            # Before the rename: else the new name could stand for bytes that never arrived.
+            # Before the rename: else the new name could be that of bytes that never arrived.
             os.fsync(file)
         finally:
             os.close(file)
@@ -94,13 +94,13 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Sink], object]) 
 
 
 def _remove_left_overs(path: str) -> None:
-    """Delete what killed processes have begun to write beside `path`.
+    """Delete what killed processes have begun to write next to `path`.
 
-    A process id may be another machine's, where folders are shared: so nothing goes that somebody
-    has written to in the last hour.
+    A process id may be another machine's, where folders are shared: so nothing is deleted that was
+    written to in the last hour.
     """
     folder, name = os.path.split(path)
-    with contextlib.suppress(OSError):  # whoever may not list or delete leaves them there
+    with contextlib.suppress(OSError):  # a user who may not list or delete leaves them there
         for other in os.listdir(folder or "."):
             match = re.fullmatch(re.escape(name) + r"\.(\d{1,9})\.new", other)
             if match is None or is_alive(int(match[1])) is not False:

@@ -1,4 +1,4 @@
-"""What stands under ``"schema"`` in every JSON document of this project."""
+"""What is under ``"schema"`` in every JSON document of this project."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def printable(text: str) -> str:
 def naming(verb: str, name: str) -> Iterator[None]:
     """Turn an `OSError` into a `FileError`: "cannot `verb` `name`: reason (EXXX, errno N)".
 
-    A broken pipe passes: whoever read the output has gone, which is no error.
+    A broken pipe passes: the program that read the output has gone, which is no error.
     """
     try:
         yield
