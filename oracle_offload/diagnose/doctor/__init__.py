@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHECKS", "DoctorReport", "Finding", "System", "examine"]
 
-# Loaded on first use: whoever wants the allocator or the memory limit alone pays for no more.
+# Loaded on first use: code that needs the allocator or the memory limit alone loads no more.
 _LAZY = {"CHECKS": "checks", "DoctorReport": "report", "Finding": "finding", "System": "system"}
 
 

@@ -148,8 +148,8 @@ def parse_allocator_conf(text: str) -> dict[str, str]:
     Parameters
     ----------
     text : str
-        Such as "expandable_segments:True,roundup_power2_divisions:[256:1,>:8]". Like torch,
-        white space is dropped wherever it stands.
+        Such as "expandable_segments:True,roundup_power2_divisions:[256:1,>:8]". As in torch, white
+        space is dropped wherever it is.
 
     Returns
     -------

@@ -168,7 +168,7 @@ def check_switches(system: System) -> Finding:
 
 
 def check_aitoolkit(system: System) -> Finding:
-    """An AI-Toolkit checkout: its version, and whether it has the surface we stand in for."""
+    """An AI-Toolkit checkout: its version, and whether it has the classes that we replace."""
     name, path = "AI-Toolkit", system.aitoolkit
     if path is None:
         return Finding(name, "unknown", "not looked for", "give --aitoolkit PATH to examine one")
@@ -206,7 +206,7 @@ def _text_of(path: str) -> str | None:
 
 
 def _git_commit(path: str) -> str | None:
-    """Return the commit a checkout stands at, read from its files: git may not be installed."""
+    """Return the commit of a checkout, read from its files: git may not be installed."""
     git = os.path.join(path, ".git")
     if (pointer := _text_of(git)) and pointer.startswith("gitdir:"):  # a worktree or submodule
         git = os.path.join(path, pointer.partition(":")[2].strip())

@@ -9,7 +9,7 @@ from functools import partial
 from ...host.sizes import format_size
 from ...host.terminal import printable
 
-# From the worst to the best; "unknown" says nothing about the machine and stands last.
+# From the worst to the best; "unknown" says nothing about the machine and comes last.
 VERDICTS = ("bad", "warn", "ok", "unknown")
 
 
@@ -42,7 +42,7 @@ class Finding:
     facts: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Names of devices and files and values of variables stand in these: nothing that a
+        # These have names of devices and files and values of variables in them: nothing that a
         # terminal would obey gets from the machine into a report.
         for name in ("name", "value", "why", "fix"):
             object.__setattr__(self, name, printable(getattr(self, name)))

@@ -1,7 +1,7 @@
 """The machine under examination: the one we run on, or a recorded one.
 
 Checks see the machine through a `System` alone, so that a directory tree with `proc` and `sys`
-inside and a few recorded answers stands for any machine.
+inside and a few recorded answers can replace any machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Why memory ran out: rules over the figures of one message and over what stands around it.
+"""Why memory ran out: rules over the figures of one message and over the text around it.
 
 The order of the rules is the order of certainty. PyTorch asks the driver only after it has given
-every wholly unused cached segment back, so "cached but unused" memory at the time of the error lies
+every wholly unused cached segment back, so "cached but unused" memory at the time of the error is
 in segments that are partly in use.
 """
 
@@ -94,7 +94,7 @@ def rank(
     finding : Finding
         The message.
     text : str
-        The log it stands in: up to 32 KiB before it are read.
+        The log it is in: up to 32 KiB before it are read.
     history : list of Sign
         What a step history showed; outweighs what the log shows.
     expandable : bool, optional

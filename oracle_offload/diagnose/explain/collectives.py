@@ -1,7 +1,7 @@
 """Time-outs of collectives: ranks that waited for one that had failed, and say so much later.
 
-Where a rank runs out of memory, the others wait in a collective until its time-out, which is what
-stands last in the log. It is no cause, but what follows from one.
+Where a rank runs out of memory, the others wait in a collective until its time-out, which is the
+last entry of the log. It is no cause, but what follows from one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WAITS = r"while rank (\d{1,5}) waited"
 
 
 class Wait(NamedTuple):
-    """A rank that did not hear from another: None where its line does not name it."""
+    """A rank that waited for another in vain: None where its line does not name it."""
 
     rank: int | None
     line: int
@@ -60,7 +60,7 @@ def _places(text: str, told: str) -> list[int]:
 
 
 def rank_of(text: str, position: int) -> int | None:
-    """Return the rank whose line of a log stands at `position`, where the line begins with it."""
+    """Return the rank whose line of a log is at `position`, where the line begins with it."""
     start = max(text.rfind("\n", 0, position) + 1, position - 600)
     named = compiled(_RANK).match(text[start:position].lstrip())
     return int(named[1]) if named else None

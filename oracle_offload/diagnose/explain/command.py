@@ -69,7 +69,7 @@ def _once(path: str, history: History) -> Iterator[OomReport]:
 
 
 def _opened(path: str) -> IO[bytes]:
-    # Closing what stands for standard input leaves the descriptor open.
+    # Closing the file object of standard input leaves the descriptor open.
     return open(0, "rb", closefd=False) if path == "-" else open(path, "rb")
 
 
@@ -96,7 +96,7 @@ class Follower:
     def __init__(self, history: History = None) -> None:
         self.history = history
         self.text = ""
-        self.explained = 0  # an offset into `text`: what stands before it is only context
+        self.explained = 0  # an offset into `text`: what is before it is only context
 
     def feed(self, piece: str) -> None:
         """Take more text; the oldest is forgotten."""
@@ -181,7 +181,7 @@ def _streamed(descriptor: int) -> Iterator[bytes | None]:
 
 
 def _reopened(path: str, log: IO[bytes]) -> IO[bytes]:
-    """Return the log to read on: the same, or anew where it was replaced, cut short or removed."""
+    """Return the log to read on: the same, or opened again if replaced, cut short or removed."""
     try:
         now = os.stat(path)
     except OSError:

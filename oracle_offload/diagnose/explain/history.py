@@ -4,7 +4,7 @@ One JSON object per line, written as training goes::
 
     {"step": 118, "phase": "forward", "allocated_bytes": 21474836480, "length": 4096}
 
-`step` counts from 0. Known keys besides it, all optional: `phase` (forward, backward, optimizer,
+`step` counts from 0. Other known keys, all optional: `phase` (forward, backward, optimizer,
 evaluation), `allocated_bytes`, `reserved_bytes`, `peak_bytes`, and `length` (tokens, frames,
 pixels: whatever makes one batch larger than another). The last line is the step that failed.
 """
@@ -32,7 +32,7 @@ MOST_RECORDS = 200_000
 
 
 class Sign(NamedTuple):
-    """One thing the history shows: a cause, how sure, why, and bytes where they can be told."""
+    """One thing the history shows: a cause, how sure, why, and bytes where they are known."""
 
     cause: str
     confidence: str
@@ -117,7 +117,7 @@ def signs(records: list[dict[str, Any]], *, confidence: str = "high") -> list[Si
     if not records:
         return found
     allocated = _numbers(records, "allocated_bytes")
-    # Torch's peak never falls; it says something only where nobody knows what was in use.
+    # Torch's peak never falls; it says something only where it is not known what was in use.
     peak = len(allocated) < WARM_UP + LEAK_POINTS
     leak = _leak(_numbers(records, "peak_bytes") if peak else allocated, peak=peak)
     if leak is not None:

@@ -32,9 +32,9 @@ HEADING = "-- oracle_offload explain "
 class explained_oom(ContextDecorator):
     """Attach the explanation to an out-of-memory error that passes through, and let it pass.
 
-    The report becomes a note of the exception (PEP 678), so it stands under the traceback wherever
-    that is printed or logged. The exception itself is neither changed nor replaced. Works as a
-    decorator too.
+    The report becomes a note of the exception (PEP 678), so it is shown under the traceback
+    wherever that is printed or logged. The exception itself is neither changed nor replaced. Works
+    as a decorator too.
 
     Parameters
     ----------

@@ -212,8 +212,8 @@ def _facts(template: Template, window: str, raw: str, text: str, start: int) -> 
 
 
 def _in_raw(raw: str, window: str, match: re.Match[str]) -> int:
-    """Return where a number of the unwrapped text stands in the text as it was printed."""
-    for needle in (match[1], match[1].split(" ")[0]):  # a break may lie between number and unit
+    """Return where a number of the unwrapped text is in the text as it was printed."""
+    for needle in (match[1], match[1].split(" ")[0]):  # a break may be between number and unit
         spot = raw.find(needle)
         for _ in range(window.count(needle, 0, match.start(1))):
             spot = raw.find(needle, spot + len(needle)) if spot >= 0 else spot
@@ -223,7 +223,7 @@ def _in_raw(raw: str, window: str, match: re.Match[str]) -> int:
 
 
 def _cut(window: str, start: int, end: int) -> bool:
-    """Return whether digits stand on, so that a bounded pattern saw only a piece of a number."""
+    """Return whether more digits follow, so that a bounded pattern saw only a piece of a number."""
     return window[start - 1 : start].isdigit() or window[end : end + 1].isdigit()
 
 

@@ -74,7 +74,7 @@ def explain(
     Parameters
     ----------
     since : int
-        Where in the text to begin: what stands before it was explained already, and stays context.
+        Where in the text to begin: what is before it was explained already, and stays context.
     ram : int, optional
         Bytes of the memory of the machine that a text is of; an exception is of this one.
     """
@@ -88,7 +88,7 @@ def explain(
     if env is None:
         env = os.environ if isinstance(error, BaseException) else {}
     findings = [finding for finding in find(text) if finding.position >= since]
-    waiting = [wait for wait in waits(text) if since == 0]  # told once
+    waiting = [wait for wait in waits(text) if since == 0]  # reported once
     if not findings:
         return OomReport(waiting=waiting)
     finding = max(findings, key=lambda item: (item.template.strength, item.position))

@@ -1,6 +1,6 @@
 """Read a log of any length, from whatever can be opened: a file, a pipe, `<(...)`, a device.
 
-An error stands where a log ends, and how it was started where it begins. So of a long log the first
+An error is where a log ends, and the program's start where it begins. So of a long log the first
 `HEAD_BYTES` and the last `TAIL_BYTES` are kept. A file is sought; of what cannot be sought at most
 `MOST_BYTES` are read, because a pipe need never end.
 """
@@ -19,7 +19,7 @@ MOST_BYTES = 4 << 30
 _PIECE = 1 << 20
 _LONGEST_LINE = 1 << 16
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
-# Stands where bytes were left out, on a line of its own.
+# Written where bytes were left out, on a line of its own.
 GAP = "[not read]"
 
 

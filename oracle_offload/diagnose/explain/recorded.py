@@ -1,4 +1,4 @@
-"""A recording as the history of an error: what came before it, and in which pieces memory lay."""
+"""A recording as the history of an error: what came before it, and in which pieces memory was."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def history_of(rows: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def pieces_in(rows: Sequence[Record]) -> list[Sign]:
-    """Return that memory lay in pieces too small, where torch's snapshot shows it."""
+    """Return that memory was in pieces too small, where torch's snapshot shows it."""
     failed = next((row for row in reversed(rows) if _is(row, "memory")), None)
     if failed is None:
         return []

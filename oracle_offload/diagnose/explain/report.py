@@ -1,4 +1,4 @@
-"""The report: one verdict, one cause, the first things to change, and where each number stands."""
+"""The report: one verdict, one cause, the first things to change, and where each number is."""
 
 from __future__ import annotations
 

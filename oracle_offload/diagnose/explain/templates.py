@@ -34,7 +34,7 @@ class Template(NamedTuple):
     says : str
         One sentence for people: what this message means.
     fields : tuple of (fact, pattern)
-        The first group of each pattern is a size; `{S}` stands for a size with its unit.
+        The first group of each pattern is a size; `{S}` means a size with its unit.
     cause : str or None
         Where the message itself settles the cause.
     confidence : str
