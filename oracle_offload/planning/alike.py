@@ -1,9 +1,9 @@
-"""Blocks that are alike: of a row of them a step runs five, and the others are told from those.
+"""Blocks that are alike: of a row of them a step runs five, and the others are derived from those.
 
 A model of 57 blocks computes the same in each but for its weights. So a step is run with the first
 three of such a row, one of its middle and its last; what the third and the middle one ask for and
-keep is compared, use by use and byte by byte, and stands for all between the second and the last.
-Where the two differ nothing is told from them: the whole model is run.
+keep is compared, use by use and byte by byte, and represents all between the second and the last.
+Where the two differ nothing is derived from them: the whole model is run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 class Memory(NamedTuple):
-    """What became of bytes since the last mark, beside those that lived then.
+    """What became of bytes since the last mark, without those that lived then.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ class Row:
 
     @property
     def run(self) -> tuple[int, int, int, int, int]:
-        """The places of those that stand for all."""
+        """The places of those that are run for all."""
         # What is below the first may need no gradient, and backward ends in the first or before it.
         begin, end = self.begin, self.end
         return begin, begin + 1, begin + 2, (begin + end + 2) // 2, end - 1
@@ -223,7 +223,7 @@ def told(marks: Sequence[Mark], rows: Sequence[Row], numbers: dict[str, int]) ->
 
 
 class _Part(NamedTuple):
-    """Where one block computes, and then another; the places of those that they stand for."""
+    """Where one block computes, and then another; the places of those that are like them."""
 
     marks: list[int]  # where the one begins, the other, and what is behind both
     places: range

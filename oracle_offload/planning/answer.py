@@ -15,7 +15,7 @@ from .storage import Storage
 
 @dataclass(frozen=True)
 class Answer:
-    """What was asked, and where every byte would lie; `Plan` shows it, and says what is what."""
+    """What was asked, and where every byte would be; `Plan` shows it, and says what is what."""
 
     question: Question
     storage: Storage

@@ -36,7 +36,7 @@ class Card:
     link_gbps, memory_gbps, tflops : tuple of float
         1e9 bytes/s to the device and within it, 1e12 floating-point operations a second in bf16.
     launch_s : tuple of float
-        What a kernel takes besides, the slowest first.
+        What a kernel takes in addition, the slowest first.
     measured : frozenset of str
         Rates that were given or measured, and are not from a maker.
     upstream : int

@@ -49,7 +49,7 @@ def chosen(question: Question, storage: Storage, step: Step) -> tuple[Storage, C
 def chosen_beside(question: Question, storage: Storage, step: Step, before: Storage) -> Storage:
     """Return `storage` as it is compressed in an alternative to a plan, whose storage is `before`.
 
-    The same weights are compressed where they are the same: to choose anew takes many replays.
+    The same weights are compressed where they are the same: to choose again takes many replays.
     """
     there = {id(tensor) for unit in before.units for leaf in unit for tensor in leaf.tensors()}
     if storage.coded.keys() <= there:

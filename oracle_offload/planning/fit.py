@@ -1,4 +1,4 @@
-"""Where the bytes of a training would lie, and whether device and host have room for them."""
+"""Where the bytes of a training would be, and whether device and host have room for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOST_SHARE = 0.9  # of its memory: the system and the loader need the rest, as 
 
 @dataclass(frozen=True)
 class Fit:
-    """Where the bytes lie.
+    """Where the bytes are.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class Fit:
     missing_device, missing_host : int
         Bytes without which it does not fit.
     why : str
-        What stands in the way; empty where nothing does.
+        What prevents it; empty where nothing does.
     sweep_bytes : tuple of int
         What travels of the leaves that forward computes with, and of those that backward does; of
         none where the step is unknown.
@@ -57,17 +57,17 @@ class Fit:
 
     @property
     def device_bytes(self) -> int:
-        """What is known to lie on the device."""
+        """What is known to be on the device."""
         return sum(self.device.values())
 
     @property
     def host_bytes(self) -> int:
-        """What lies on the host, page-locked where it travels."""
+        """What is on the host, page-locked where it travels."""
         return sum(self.host.values())
 
     @property
     def least_device_bytes(self) -> int:
-        """What has to lie on the device: an arena may shrink to its floor."""
+        """What has to be on the device: an arena may shrink to its floor."""
         return self.device_bytes - max(0, self.arena_bytes - self.storage.floor_bytes)
 
     @property
@@ -99,10 +99,10 @@ class Room:
     device_bytes, host_bytes : int
         Memory of the card, and of the machine.
     margin : float
-        Share of the card that is left to CUDA, to rounding and to what nobody foresees.
+        Share of the card that is left to CUDA, to rounding and to what is not foreseen.
     budget : Budget
-        What `attach` is to be told. Without `offload_percent` and `vram_budget`, or with
-        ``"auto"``, the arena takes what activations leave free.
+        The arguments for `attach`. Without `offload_percent` and `vram_budget`, or with ``"auto"``,
+        the arena takes what activations leave free.
     """
 
     device_bytes: int
@@ -146,7 +146,7 @@ class Room:
 
 
 def fit_step(storage: Storage, step: Step, micro_batches: int, room: Room) -> tuple[Step, Fit]:
-    """Return where the bytes would lie in a step of several micro-batches, and that step.
+    """Return where the bytes would be in a step of several micro-batches, and that step.
 
     `oracle_offload.accumulate` keeps the activations of all of them; where all weights have room on
     the device it is a loop, and keeps those of one.
@@ -183,7 +183,7 @@ def _bytes_of(leaves: set[int], step: Step, found: Fit) -> int:
 
 
 def fit(storage: Storage, activations: int | None, room: Room) -> Fit:
-    """Return where the bytes would lie: on the device if they fit, else streamed if that fits.
+    """Return where the bytes would be: on the device if they fit, else streamed if that fits.
 
     Parameters
     ----------

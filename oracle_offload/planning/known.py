@@ -1,4 +1,4 @@
-"""Models that `plan` knows by name: configs of public repositories, in models.json beside this.
+"""Models that `plan` knows by name: configs of public repositories, in models.json in this folder.
 
 Each entry has the repository, where its config is from, and how many parameters the class makes of
 it. Nothing here imports torch.

@@ -52,7 +52,7 @@ class Stage(NamedTuple):
     Attributes
     ----------
     peak : int
-        Most bytes that live at once beside what the training keeps.
+        Most bytes that live at once apart from what the training keeps.
     waiting : int
         Bytes that a micro-batch keeps while it waits for others to get through the same part.
     """
@@ -121,7 +121,7 @@ class Step:
 
     @property
     def activations(self) -> int | None:
-        """Most bytes that live at once beside what the training keeps; None unknown."""
+        """Most bytes that live at once apart from what the training keeps; None unknown."""
         return self._most(self.stages) if self.stages else None
 
     def _most(self, stages: Sequence[Stage]) -> int:
@@ -132,7 +132,7 @@ class Step:
         """Return what `oracle_offload.train.offload_activations` makes of the activations.
 
         What autograd saves in forward, of a mebibyte or more, is on the host when backward begins.
-        Beside what else lives the device holds its default budget of it. None where nothing is
+        In addition to all else the device holds its default budget of it. None where nothing is
         known, or nothing leaves.
         """
         whole = self.activations

@@ -26,7 +26,7 @@ class Optimizer:
     name : str
         As `plan` takes it.
     where : str
-        The class it stands for.
+        The class that it names.
     state_bytes : callable
         Bytes of the state of a tensor, by its shape and dtype.
     shared_bytes : int

@@ -1,4 +1,4 @@
-"""`plan`: what a training would keep, where it would lie, and what else could be done."""
+"""`plan`: what a training would keep, where it would be, and what else could be done."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Plan(Answer):
     storage : Storage
         Persistent bytes, and the units that `attach` would make.
     fit : Fit
-        Where they would lie.
+        Where they would be.
     step : Step
         What a step takes: its activations, and the work of its operators.
     speed : Speed
@@ -82,7 +82,7 @@ class Plan(Answer):
         return answer(replace(self.question, recipe=recipe, card=chosen, room=room), self.step)
 
     def verify(self, recording: Any) -> verify.Verification:
-        """Return what was measured beside what was planned, row by row.
+        """Return what was measured and what was planned, row by row.
 
         Parameters
         ----------
@@ -190,9 +190,9 @@ def plan(
     quantize : {"int8", "fp8", "qfloat8", "nf4"}, optional
         Frozen Linear weights as torchao, optimum-quanto or bitsandbytes keep them.
     budget : Budget, optional
-        What `attach` is to be told; by default all that activations leave free is arena. How small
-        compressed weights get is told by encoding parts of them where the module has them, else by
-        their dtype, and called estimated.
+        The arguments for `attach`; by default all that activations leave free is arena. How small
+        compressed weights get is found by encoding parts of them where the module has them, else
+        estimated from their dtype, and called estimated.
     checkpointing : bool
         Whether blocks are computed again in backward.
     batch : int
@@ -215,9 +215,9 @@ def plan(
         this machine's.
     upstream : int
         How many cards share one link upstream, behind a switch, and train at once: each has so
-        much less of its own. ``oracle-offload doctor`` tells.
+        much less of its own. ``oracle-offload doctor`` shows it.
     margin : float
-        Share of the card that is left to CUDA, rounding and what nobody foresees.
+        Share of the card that is left to CUDA, rounding and what is not foreseen.
     fetch : bool
         Whether to ask the hub for the config of a repository; nothing else uses a network.
     **rates : float, optional
@@ -312,7 +312,7 @@ def answer(question: Question, step: Step | None = None) -> Plan:
         return _step(changed, storage_of(changed.source, changed.recipe))
 
     rungs = ladder(question, step, found, measured)
-    storage_of(question.source, question.recipe)  # the ladder marked the module anew
+    storage_of(question.source, question.recipe)  # the ladder marked the module again
     return Plan(
         question,
         storage,
@@ -377,7 +377,7 @@ def _assumptions(question: Question, found: Fit, step: Step, why: str) -> tuple[
                 buys += ", where the host is full"
         said.append(
             f"with oracle_offload.train.offload_activations {format_size(left.host_bytes)} of the "
-            f"activations lie on the host and {format_size(left.device_bytes)} on the device: "
+            f"activations are on the host and {format_size(left.device_bytes)} on the device: "
             f"{buys}"
         )
     return tuple(said)

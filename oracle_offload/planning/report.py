@@ -100,7 +100,7 @@ def _yaml(plan: Answer) -> str:
 
 
 def _bars(plan: Answer) -> list[tuple[str, list[Part]]]:
-    """Return the bars of device and host: what lies there, and what stays free."""
+    """Return the bars of device and host: what is there, and what stays free."""
     fit, bars = plan.fit, []
     for name, rows, room in (
         ("device", fit.device, fit.device_room),
@@ -121,7 +121,7 @@ def _bars(plan: Answer) -> list[tuple[str, list[Part]]]:
 
 
 def _anatomy(plan: Answer) -> list[tuple[str, str, str, str, str]]:
-    """Return each kind of persistent bytes: sum, bytes a parameter, and how much lies where."""
+    """Return each kind of persistent bytes: sum, bytes a parameter, and how much is where."""
     rows = []
     for name, size, share in plan.anatomy():
         device = plan.fit.device.get(name, 0)

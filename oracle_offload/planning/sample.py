@@ -19,7 +19,7 @@ _TOKENS, _PIXELS = 2048, (1024, 1024)  # where no sample is given
 
 
 class UnknownSample(Exception):
-    """Nobody knows what the model takes; the message says what to give."""
+    """It is not known what the model takes; the message says what to give."""
 
 
 def parse_sample(text: str) -> Any:
@@ -56,7 +56,7 @@ def inputs(module: nn.Module, sample: Any, batch: int) -> tuple[dict[str, Tensor
         The model, with tensors on the device that it computes on.
     sample : int, tuple of int, mapping or None
         Tokens; height and width in pixels; or the shape of each argument without the batch, with a
-        dtype beside it where that is not the model's.
+        dtype added where that is not the model's.
     batch : int
         Samples in a micro-batch.
 

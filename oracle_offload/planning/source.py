@@ -1,6 +1,6 @@
 """The model that is planned for, on the meta device: from a name, a class, files or a count.
 
-Only headers of weight files are read, and nothing asks a network but what is told to fetch.
+Only headers of weight files are read, and a network is asked only where `fetch` allows it.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def _found(model: str | os.PathLike[str]) -> Path | Known:
     if is_repository:
         raise ValueError(
             f"{model!r} is neither a path nor in the local hub cache {hub_cache()}; nothing is "
-            f"downloaded unless told to: fetch=True (--fetch) asks the hub for its config{close}"
+            f"downloaded by default: fetch=True (--fetch) asks the hub for its config{close}"
         )
     raise ValueError(
         f"{name!r} is no file, no folder, no model that is known by name (docs/plan.md lists them) "
@@ -394,7 +394,7 @@ def _of_path(path: Path, dtype: torch.dtype | None) -> Source:
 
 
 def _beside(path: Path, files: list[Path], dtype: torch.dtype | None) -> Source:
-    """Return the model of files; the config beside them, where there is one, tells its class."""
+    """Return the model of files; the config next to them, where there is one, names its class."""
     config = path.with_name("config.json")
     if config.is_file():
         return _of_config(config, files, dtype)

@@ -64,7 +64,7 @@ class Speed:
 
 
 def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
-    """Return the seconds of a step that lies as `fit` has it, on `card`."""
+    """Return the seconds of a step whose bytes are where `fit` has them, on `card`."""
     is_full = fit.storage.recipe.train == "full" and fit.verdict not in (RESIDENT, NOWHERE)
     if step.why:
         return _full_bytes(step, fit, step.why) if is_full else Speed(why=step.why)
@@ -104,7 +104,7 @@ def _full_step(step: Step, fit: Fit, card: Card) -> Speed:
 
     Each forward, each backward and the step bring what the arena does not hold from before. Where
     micro-batches take turns in a loop, the sum of their gradients comes and goes with each. In
-    backward no gradient leaves, and what was used there is stepped where it lies.
+    backward no gradient leaves, and what was used there is stepped where it is.
     """
     logger.info("replaying a step at three speeds")
     try:

@@ -39,7 +39,7 @@ Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _nf4(weight: Tensor) -> list[tuple[int, torch.dtype]]:
-    """Lay out as bitsandbytes' Linear4bit does with nested scales, its default."""
+    """Return the layout of bitsandbytes' Linear4bit with nested scales, its default."""
     count = weight.numel()
     scales = -(-count // _SCALES)
     return [
@@ -53,18 +53,18 @@ def _nf4(weight: Tensor) -> list[tuple[int, torch.dtype]]:
 
 
 def _int8(weight: Tensor) -> list[tuple[int, torch.dtype]]:
-    """Lay out as torchao's Int8WeightOnlyConfig: a scale and a zero point for each row."""
+    """Return torchao's layout of Int8WeightOnlyConfig: a scale and a zero point per row."""
     rows = weight.shape[0]
     return [(weight.numel(), torch.int8), (rows, torch.float32), (rows, torch.int8)]
 
 
 def _fp8(weight: Tensor) -> list[tuple[int, torch.dtype]]:
-    """Lay out as torchao's Float8WeightOnlyConfig: a scale for each row."""
+    """Return torchao's layout of Float8WeightOnlyConfig: a scale for each row."""
     return [(weight.numel(), torch.float8_e4m3fn), (weight.shape[0], torch.float32)]
 
 
 def _qfloat8(weight: Tensor) -> list[tuple[int, torch.dtype]]:
-    """Lay out as optimum-quanto's qfloat8: a scale for each row, two scalars for activations."""
+    """Return the layout of optimum-quanto's qfloat8: a scale per row, two for activations."""
     rows = (weight.shape[0], weight.dtype)
     return [(weight.numel(), torch.float8_e4m3fn), rows, (1, weight.dtype), (1, weight.dtype)]
 
@@ -81,7 +81,7 @@ class Packed(Chosen):
     parts: tuple[Tensor, ...] = ()
 
     def tensors(self) -> list[Tensor]:
-        """Return what would lie on the host."""
+        """Return what would be on the host."""
         return list(self.parts)
 
 
@@ -148,7 +148,7 @@ class Storage:
     weight_bytes : int
         Of managed weights that travel, without padding: W of X_min.
     host_rows : dict of str to int
-        What of `rows` lies on the host where the weights stream.
+        What of `rows` is on the host where the weights stream.
     kept_bytes : int
         Of units that are on the device for good because the host has no room for them.
     why_not : str
@@ -190,7 +190,7 @@ class Storage:
 
     @property
     def device_bytes(self) -> int:
-        """What stays on the device beside the arena where the weights stream."""
+        """What stays on the device in addition to the arena where the weights stream."""
         return self.bytes - sum(self.host_rows.values())
 
     def x_min_bytes(self, arena_bytes: int) -> int:
@@ -202,7 +202,7 @@ class Storage:
         return self.coded.get(id(tensor), tensor_bytes(tensor))
 
     def on_host(self) -> dict[str, int]:
-        """Return what lies on the host where the weights stream: `host_rows` and padding."""
+        """Return what is on the host where the weights stream: `host_rows` and padding."""
         rows = self.host_rows
         if self.recipe.during_backward:
             rows = {name: size for name, size in rows.items() if name != "gradients"}

@@ -1,7 +1,8 @@
 """About how long a step computes before any was measured: by a forward without values.
 
 Attach does not know the batches to come. So one sample is taken of the shape that is usual for the
-kind of model, and backward is taken to cost what steps with frozen weights do beside their forward.
+kind of model, and backward is taken to cost what steps with frozen weights take apart from their
+forward.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ logger = logging.getLogger("oracle_offload")
 def estimated_pace(
     module: nn.Module, tables: Iterable[str], device: simulator.Device, name: str = ""
 ) -> tuple[Pace, str] | None:
-    """Return about what a step takes, and of which sample; None where nobody can tell.
+    """Return about what a step takes, and of which sample; None where it is not known.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A recording of a training beside its plan, row by row."""
+"""A recording of a training and its plan, row by row."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Verification:
 
 
 def verify(plan: Answer, recording: Recording) -> Verification:
-    """Return `plan` beside `recording`: of its first device whose steps make an average, if any."""
+    """Compare `plan` and `recording`: the first device whose steps make an average, if any."""
     means = recording.averages()
     device = next((name for name, mean in means.items() if mean["steps"]), None)
     device = next(iter(means), "") if device is None else device
