@@ -1,4 +1,4 @@
-"""The engine in virtual time over models, cards and arenas, beside other plans and the bound.
+"""The engine in virtual time over models, cards and arenas, with other plans and the bound.
 
     python benchmarks/simulated.py --cells ci             # 41 cells, the ten worst named
     python benchmarks/simulated.py --cells ci --page      # ... and docs/performance.md
@@ -8,8 +8,8 @@ What cards have measured of it comes into the page by `tools/measured_page.py`, 
 section alone, too.
 
 A cell is the engine as it is, over the simulated driver: true sizes, copies that move no byte,
-kernels that take what `model_traces` says. Beside it stand the bound by intervals, the best plan
-known and policies of other programs (`plans`), all over the same visits and arena.
+kernels that take what `model_traces` says. It is compared with the bound by intervals, the best
+plan known and policies of other programs (`plans`), all over the same visits and arena.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def run_engine(
     simulator.copy_nothing(True)
     simulator.detect_races(False)
     engine = _core.Engine(str(simulator.library_path()), 0)
-    # Memory that nobody may write takes none: only its addresses are needed. All units have the
-    # same masters: nobody looks at what is copied.
+    # Memory that cannot be written takes none: only its addresses are needed. All units have the
+    # same masters: no code looks at what is copied.
     space = mmap.mmap(-1, capacity, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
     masters = _core.HostBuffer(max(trace.unit_bytes))
     lease, model = engine.add_lease(), engine.add_model()
@@ -460,8 +460,8 @@ def page(rows: Sequence[dict[str, Any]], cells: int, previews: Sequence[dict[str
             "",
             "The engine as it is, over the simulated driver, in virtual time: the sizes and",
             "kernels of real models (`benchmarks/model_traces.py`), and copies that take their",
-            "time. Beside it stands [what cards have measured](#measured-beside-simulated) of the",
-            "same cells; all of that is in [measured.md](measured.md).",
+            "time. [What cards have measured](#measured-and-simulated) of the same cells is below;",
+            "all of that is in [measured.md](measured.md).",
             "",
             "*Bound*: the longest chain of intervals, each the longer of its kernels and of the",
             "copies it needs. *Best plan*: the fastest plan known for the cell, found with full",

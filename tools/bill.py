@@ -126,7 +126,7 @@ def read(paths: Sequence[Path]) -> Costs:
 
 
 def table(rows: Sequence[tuple[str, Counter[str], int]]) -> list[str]:
-    """Return a table of costs: a name, its phases, and how many tests it stands for."""
+    """Return a table of costs: a name, its phases, and how many tests are summed there."""
     lines = [
         f"| | tests | {' | '.join(PHASES)} | together |",
         f"| --- | ---: |{' ---: |' * (len(PHASES) + 1)}",

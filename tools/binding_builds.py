@@ -19,7 +19,7 @@ class BindingBuilds:
 
     def __init__(self, folder: Path, *sanitizers: str) -> None:
         variant = c_build.package(*sanitizers)
-        headers = "-iquotecsrc/python"  # which a changed file does not lie beside
+        headers = "-iquotecsrc/python"  # a changed file is in another folder
         self.build = Build(replace(variant, flags=[*variant.flags, headers]), folder)
         # Not embedded: the kernels' path is tested where nvcc is.
         engine = self.build.engine(str(kernels.build("off", folder).source))

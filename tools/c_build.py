@@ -1,6 +1,6 @@
 """How C is compiled here: which sources belong together, with which flags, and what is up to date.
 
-Whoever compiles asks this module: setup.py (the package), c_programs.py (the C tests, sanitizers,
+What compiles uses this module: setup.py (the package), c_programs.py (the C tests, sanitizers,
 coverage, Windows), fuzz.py, mutate.py and mutate_python.py, lint.py, analyze.py, the benchmarks.
 
     python tools/c_build.py     # write compile_commands.json, for editors and analysers
@@ -39,7 +39,7 @@ FOLDERS = {
     "benchmarks": "benchmarks",
 }
 ENGINE = "engine"
-# What stands outside csrc may include these besides the engine's headers.
+# Sources outside csrc may include these in addition to the engine's headers.
 TEST_INCLUDES = ("csrc/sim", "tests/c", "tests/fuzz")
 
 SIMULATOR_LINK = (
@@ -226,7 +226,7 @@ class Variant:
         return [*flags, "-Werror"] if self.warnings == "errors" else flags
 
     def options(self, component: str) -> list[str]:
-        """Return what a component is compiled with, beside what the preprocessor is told."""
+        """Return what a component is compiled with, without the flags of the preprocessor."""
         more = self.component_flags.get(component, ())
         return ["-std=c11", *self.flags, *more, *self.warning_flags(component)]
 
@@ -382,7 +382,7 @@ class Build:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def object_path(self, source: str) -> Path:
-        """Return where the object of a source lies."""
+        """Return where the object of a source is."""
         path = Path(source)
         named = path.name if path.is_absolute() else source.replace("/", "__")
         return self.folder / (named.removesuffix(".c") + ".o")

@@ -91,7 +91,7 @@ def engine_tests() -> list[str]:
 
 @dataclass
 class Built:
-    """Where a variant's simulator and programs lie."""
+    """Where a variant's simulator and programs are."""
 
     simulator: Path
     programs: dict[str, Path]

@@ -47,7 +47,7 @@ NOTES: dict[str, dict[str, str]] = {
             "`budget` takes an `oracle_offload.Budget(...)`; a size alone is `vram_budget`."
         ),
         "beside budget=: give each": (
-            "A budget says all five: `Budget(vram_budget=..., lock=...)`, and nothing beside it."
+            "A budget says all five: `Budget(vram_budget=..., lock=...)`. Give none outside of it."
         ),
         "and none of the rates": (
             "`plan` takes measured rates by name: `link_gbps`, `memory_gbps`, `tflops`, `launch_s`."
@@ -129,7 +129,7 @@ NOTES: dict[str, dict[str, str]] = {
             "An index or a config is a small file; the message that this becomes has its name."
         ),
         "it has no 'weight_map'": (
-            "An index is `*.safetensors.index.json`, as the libraries write it beside shards."
+            "An index is `*.safetensors.index.json`, as the libraries write it next to shards."
         ),
         "cannot be read: …": "The system's own words follow.",
         "is a damaged index": "The index of the shards is no JSON, or not in this form.",
@@ -193,7 +193,7 @@ NOTES: dict[str, dict[str, str]] = {
             "`link_gbps`, `memory_gbps` and `tflops` are rates, `launch_s` seconds."
         ),
         "alone fill the host": (
-            "A full training keeps gradients and optimizer state beside the weights: more `ram`, a "
+            "A full training keeps gradients and optimizer state as well as weights: more `ram`, a "
             'lighter `optimizer`, or `train="lora"`.'
         ),
         "its state is not known": "Name one whose state has the same shape.",
@@ -229,7 +229,7 @@ NOTES: dict[str, dict[str, str]] = {
             "The message ends in the last words of the process that replays; `measure=False` plans "
             "without it."
         ),
-        "is neither a safetensors file, an index": "Give the folder that it lies in.",
+        "is neither a safetensors file, an index": "Give the folder that it is in.",
         "plan() takes an nn.Module": (
             "Give the model, its class with `config=`, a path, a name, or a number of parameters."
         ),
@@ -237,7 +237,7 @@ NOTES: dict[str, dict[str, str]] = {
         "there is nothing to plan": "Give the part of the pipeline that has weights.",
         "a number of parameters is above zero": 'It is a number, like `12e9` or `"12B"`.',
         "give the class: plan(Class, config=...)": (
-            "The config is of a class of nobody installed here; import it, and give it."
+            "No library that is installed has the config's class; import it, and give it."
         ),
         "nothing is downloaded by default": "`--fetch` fetches the config, and no weights.",
         "is of a model that is quantised already": (
@@ -254,9 +254,9 @@ NOTES: dict[str, dict[str, str]] = {
         ),
         "is a config of …, which": "Install that library, or give the class.",
         "holds neither config.json nor safetensors files": (
-            "Give the folder that they lie in, of a pipeline the folder of the transformer."
+            "Give the folder that they are in, of a pipeline the folder of the transformer."
         ),
-        "quantised weights are not trained": "Train a LoRA beside them.",
+        "quantised weights are not trained": "Train a LoRA on top of them.",
         "the layers that can have a LoRA are called": (
             "`targets` are names of layers or their ends, as in peft's `target_modules`."
         ),
@@ -418,7 +418,7 @@ NOTES: dict[str, dict[str, str]] = {
     },
     "Memory": {
         "has no place for a unit of": (
-            "All of the arena was being computed with, or what is free lies in pieces that "
+            "All of the arena was being computed with, or what is free is in pieces that "
             "are too small. A thread that computes with nothing itself has waited for what others "
             "compute with, and for what their autograd graphs keep. Raise `vram_budget` or lower "
             "`offload_percent`."
@@ -429,11 +429,11 @@ NOTES: dict[str, dict[str, str]] = {
         ),
         "no memory for": "The host's memory ran out.",
         "do not get as small as parts of them did": (
-            "What a weight takes compressed is told by parts of it, before all of it is read: "
-            "these have less of a pattern in between."
+            "The compressed size of a weight is estimated from parts of it, before all of it is "
+            "read: between these parts it has less of a pattern."
         ),
         "has room for the weights only if they are": (
-            "What a compressed weight is read from lies in the cache, which must be writable."
+            "The file of a compressed weight is in the cache, which must be writable."
         ),
     },
     "Training": {
@@ -451,7 +451,7 @@ NOTES: dict[str, dict[str, str]] = {
         "was detached between forward and backward": "Run backward, then detach.",
         "in a tensor on": (
             "torch's fused Adam copies a tensor `lr` to the host without waiting for it, Adam's "
-            "loop a tensor `betas`. Managed weights that are trained lie on the host: give numbers."
+            "loop a tensor `betas`. Managed weights that are trained are on the host: give numbers."
         ),
         "double backward through": (
             "`create_graph=True` (gradient penalties, MAML) needs the weights of these layers"
@@ -469,19 +469,19 @@ NOTES: dict[str, dict[str, str]] = {
             "under `torch.compiler.disable`, or leave that layer resident."
         ),
         "inside a compiled forward": (
-            "A parametrisation or `functional_call` stands in the place of a Parameter. Leave that "
+            "A parametrisation or `functional_call` replaces a Parameter. Leave that "
             "layer resident, or do not compile it."
         ),
         "or call torch.compiler.reset() after such": (
             "The module's code returns something else than when it was compiled. Leave that module "
-            "resident, do not compile it, or have it compiled anew."
+            "resident, do not compile it, or have it compiled again."
         ),
         "which makes that call once more": (
             "Set it between steps, after backward and before the next forward."
         ),
         "as compiled code was": (
-            "The library's code, run over an input that holds nothing, has told another dtype or "
-            "size. Leave that layer resident, or do not compile it."
+            "The library's code, run over an input that holds nothing, has returned another dtype "
+            "or size. Leave that layer resident, or do not compile it."
         ),
         "is no Parameter of it; in compiled": (
             "The module came to a trainable tensor after it was compiled. Call "
@@ -606,7 +606,7 @@ NOTES: dict[str, dict[str, str]] = {
         "max_events=": "How many events are kept of each device.",
         "timed_every=": "How many whole steps come between two that are timed; 0 times none.",
         "a recording is under way already": "One at a time in a process.",
-        "begins with": "The file is no recording, or one of another version: write it anew, with "
+        "begins with": "The file is no recording, or one of another version: write it again, with "
         "this one, as `.jsonl`.",
         "no part of a recording": "The line was changed, or is another file's; without it the rest "
         "can be read.",
@@ -624,11 +624,11 @@ NOTES: dict[str, dict[str, str]] = {
         "is not above zero": "Ask for a number of bytes above zero.",
         "use a factor in (0, 1], minus >= 0": "A law of shrinking makes sizes smaller, not larger.",
         "makes nothing smaller": "A law of shrinking needs a factor below 1, or `minus`.",
-        "is outside [minimum": "The first size lies between the smallest and the largest.",
+        "is outside [minimum": "The first size must be between the smallest and the largest.",
         "is not in [0, 1)": "Margins and hysteresis are shares of a memory: 0.05 is 5%.",
         "nothing refuses memory there": (
             "Only a card refuses memory. A host gives it until the system ends the process, so the "
-            "search must be told where to stop."
+            "search needs a limit to stop at."
         ),
         "is not in (0, 1]": "A cap is a share of the card's memory: 0.75 is 75%.",
         "has no cap on its memory": (
@@ -652,7 +652,7 @@ NOTES: dict[str, dict[str, str]] = {
             "The class, or a counter before this one, copies the model itself."
         ),
         "training has to resume below the limit": (
-            "`resume_c` lies below `limit_c`, and a pause lasts some time at most."
+            "`resume_c` must be below `limit_c`, and a pause lasts some time at most."
         ),
         "is not a number of steps; use 1 or more": "Give a whole number of steps above zero.",
         "has no trainable parameter to watch": (
@@ -663,7 +663,7 @@ NOTES: dict[str, dict[str, str]] = {
             "The name is not one of `dict(model.named_modules())`."
         ),
         "is managed; name a block that has one": (
-            "What lies in that block stays on the device, so there is nothing to prove."
+            "What is in that block stays on the device, so there is nothing to prove."
         ),
         "was not called in the step that was to be proved": (
             "The forward inside the `with` block took another way. Name a block that it calls."
@@ -732,7 +732,7 @@ NOTES: dict[str, dict[str, str]] = {
             "loop, it can be asked for."
         ),
         "accumulate is already under way in this process": (
-            "While it runs it stands where torch begins a backward. Call it from one thread, and "
+            "While it runs it intercepts torch's calls of backward. Call it from one thread, and "
             "not from a step."
         ),
         "the steps call backward in different contexts": (
@@ -751,7 +751,7 @@ NOTES: dict[str, dict[str, str]] = {
             "Its batches could not be computed side by side: see the page on AI-Toolkit."
         ),
         "random numbers were drawn in backward": (
-            "`torch.utils.checkpoint` keeps the generator's state as long as nobody passes "
+            "`torch.utils.checkpoint` keeps the generator's state unless it gets "
             "`preserve_rng_state=False`."
         ),
         "runs micro-batches in greenlets": (
@@ -809,7 +809,7 @@ NOTES: dict[str, dict[str, str]] = {
             "not call `attach`: look at its own output."
         ),
         "cannot reach rank 0 of this machine": (
-            "Ranks of two machines or containers were told that they are of one."
+            "The settings of ranks of two machines or containers say that they are of one."
         ),
         "all of them have to be of one job, with as many GPUs": (
             "`LOCAL_WORLD_SIZE` differs: all agents start with the same `--nproc-per-node`."
@@ -875,7 +875,7 @@ NOTES: dict[str, dict[str, str]] = {
         "there are no samples to put into batches": "The list of lengths is empty.",
         "chunk_size=": "How many tokens are computed at once: a whole number from 1 on.",
         "window_size=": (
-            "How many tokens before a chunk it still sees; 0 lets each chunk stand alone."
+            "How many tokens before a chunk it still sees; with 0 each chunk is computed alone."
         ),
         "optimizer=…: there are": "Take one of the names that the message lists.",
     },
@@ -893,7 +893,7 @@ RAISED = {
     "OutOfMemoryError", "FileNotFoundError", "ModuleNotFoundError", "NothingToManage",
     "CheckoutError", "ImportError",
 }  # fmt: skip
-# Raised and caught within the package: nobody sees them.
+# Raised and caught within the package: users do not see them.
 INTERNAL = ("the driver says …, which cannot be",)
 
 
@@ -1000,7 +1000,7 @@ def printed() -> str:
         if section in (OTHERS, INSIDE):
             lead = OTHERS_SAYS if section == OTHERS else INSIDE_SAYS
             out += [*wrap(lead, 100, break_on_hyphens=False), ""]
-        # Messages of one cause stand together above what is said of it.
+        # Messages of one cause are together above what is said of it.
         for number, (site, note) in enumerate(entries):
             following = entries[number + 1][1] if number + 1 < len(entries) else None
             said = note if note != following else ""

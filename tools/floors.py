@@ -1,4 +1,4 @@
-"""Which file stands on which: the arrows of the code, its circles and its upward arrows.
+"""Which file uses which: the arrows of the code, its circles and its upward arrows.
 
 `python tools/floors.py` prints the floors, lowest first. tests/unit/test_floors.py holds that
 there is no circle and no arrow upwards.
@@ -79,10 +79,10 @@ def _folder(file: str) -> str:
 
 
 def python_arrows(package: Path) -> Arrows:
-    """Return the imports among the modules of `package`, wherever in a module they stand.
+    """Return the imports among the modules of `package`, wherever in a module they are.
 
-    Those for type checkers alone (``if TYPE_CHECKING``) are among them: who reads one of the files
-    reads the other. Values that a package's own ``__init__`` assigns (``__version__``) are no
+    Those for type checkers alone (``if TYPE_CHECKING``) are among them: a reader of one of the
+    files reads the other. Values that a package's own ``__init__`` assigns (``__version__``) are no
     arrows: it has run already.
 
     Raises
@@ -92,7 +92,7 @@ def python_arrows(package: Path) -> Arrows:
     """
     modules = {}
     for path in sorted(package.rglob("*.py*")):
-        if path.suffix not in (".py", ".pyi"):  # a stub stands for a compiled module
+        if path.suffix not in (".py", ".pyi"):  # a stub describes a compiled module
             continue
         parts = path.relative_to(package.parent).with_suffix("").parts
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -189,7 +189,7 @@ def include_arrows(root: Path) -> Arrows:
 def call_arrows(root: Path, *folders: str) -> Arrows:
     """Return which .c file of `folders` uses symbols that another one of them defines.
 
-    Each is compiled alone, so that what a macro calls counts where the macro stands.
+    Each is compiled alone, so that what a macro calls counts where the macro is used.
     """
     compiler, includes = c_build.c_compiler(), c_build.preprocessor_flags(c_build.ENGINE)
     defined: dict[str, str] = {}

@@ -62,7 +62,7 @@ def has_libfuzzer() -> bool:
 
 
 def build(target: str, *, libfuzzer: bool) -> Fuzzer:
-    """Compile one target with what it needs, and the simulated driver beside it.
+    """Compile one target with what it needs, and the simulated driver next to it.
 
     Raises
     ------

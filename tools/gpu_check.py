@@ -46,11 +46,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = "oracle_offload/gpu-check/3"
 BUDGET_S = 880.0
 GRACE_S = 4.0  # between asking a program to stop and killing it
-LOG_CHARACTERS = 40_000  # of one program's output: megabytes help nobody
+LOG_CHARACTERS = 40_000  # of one program's output: megabytes help no reader
 
 EXIT_OK, EXIT_CANNOT_RUN, EXIT_FAILED = 0, 1, 3
 
-# How a part can stand. "running" stays only where the check itself was killed.
+# How a part can end. "running" stays only where the check itself was killed.
 ENDED = ("done", "failed")
 
 
@@ -797,7 +797,7 @@ def merge_reports(check: Check) -> None:
 
 
 def summarise_tests(check: Check) -> None:
-    """Put the counts of all files of tests, and how the tests stand as a whole."""
+    """Put the counts of all files of tests, and the state of the tests as a whole."""
     rows = check.report["tests"]["rows"]
     total = {
         key: sum(row.get(key, 0) for row in rows)

@@ -74,7 +74,7 @@ def file_results(source: Path, folder: Path = RESULTS) -> Path:
         target = folder / device / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # "x": created or refused in one step, whoever else files at the same time.
+            # "x": created or refused in one step, even if another process files at the same time.
             with target.open("x", encoding="utf-8") as file:
                 file.write(text)
             return target

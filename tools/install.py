@@ -2,8 +2,8 @@
 
     .venv-cuda/bin/python tools/install.py --gb 7 -r tools/requirements-cuda.txt
 
-It looks for the room first: of what is installed, and beside it of the wheels that pip fetches. A
-download that breaks off begins again, three times in all. All else is pip's.
+It looks for the room first: of what is installed, and of the wheels that pip fetches. A download
+that breaks off begins again, three times in all. All else is pip's.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def c_files() -> list[str]:
 
 
 def tool(name: str) -> str:
-    """Return the path of a command that was installed beside this Python, or from PATH."""
+    """Return the path of a command that was installed with this Python, or from PATH."""
     beside = Path(sysconfig.get_path("scripts")) / name
     found = str(beside) if beside.is_file() else shutil.which(name)
     if not found:

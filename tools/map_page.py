@@ -28,7 +28,7 @@ FOLDERS = {
     "oracle_offload/diagnose/explain": "out-of-memory errors explained",
     "oracle_offload/diagnose/doctor": "the machine examined",
     "oracle_offload/planning": "a training planned before it is loaded",
-    "oracle_offload/train": "what a training loop is made of besides; could be deleted whole",
+    "oracle_offload/train": "other parts of a training loop; could be deleted whole",
     "oracle_offload/train/micro_batches": "several micro-batches at once",
     "oracle_offload/train/survive": "what keeps a training alive and honest",
     "oracle_offload/train/recipes": "wrappers over what torch has",

@@ -19,7 +19,7 @@ from gpu_check import ENDED, ROOT, SCHEMA
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "measured.md"
 SIMULATED_PAGE = ROOT / "docs" / "performance.md"
-BESIDE = "## Measured beside simulated"
+BESIDE = "## Measured and simulated"
 TOLERANCE = 0.05  # of a prediction; where it is exceeded the page says which assumption was false
 GB, GIB = 1e9, 2**30
 
@@ -27,7 +27,7 @@ INTRODUCTION = """# Performance, measured
 
 What cards have measured: `make gpu-check` there, `make gpu-import` here, and
 `python tools/measured_page.py` for this page. No figure on it is typed, and none is simulated
-unless it says so. What the engine takes in virtual time stands in [performance.md](performance.md).
+unless it says so. What the engine takes in virtual time is in [performance.md](performance.md).
 """
 STEP_TEXT = """Flux at full depth with a LoRA, checkpointed, bf16. *Predicted*: the engine over the
 simulated driver, with this card's own link and kernel rates and nothing else, before the step was
@@ -35,10 +35,10 @@ measured. *Least*: the fewest bytes that a step can move with this arena. *Equal
 the resident training's to the last bit.
 """
 RIVALS_TEXT = """The same LoRA step of 84 Flux-shaped blocks (11.9B parameters, bf16) below the same
-cap of device memory; what each is given stands in [gpu-check.md](gpu-check.md#rivals). *Busy*: the
+cap of device memory; what each is given is in [gpu-check.md](gpu-check.md#rivals). *Busy*: the
 share of a step in which a kernel ran.
 """
-TESTS_TEXT = """Of each file of tests its newest run; why one failed stands in that run's results.
+TESTS_TEXT = """Of each file of tests its newest run; why one failed is in that run's results.
 """
 BESIDE_TEXT = f"""What cards have measured, and what the simulator had predicted of the same cells
 from that card's own link and kernel rates alone, before the step was measured. Where they differ by
@@ -138,7 +138,7 @@ def figure(key: str, form: str, scale: float = 1.0) -> Callable[[Any], str]:
 
 
 def beside_simulated(devices: Mapping[str, list[dict[str, Any]]]) -> str:
-    """Return the section of docs/performance.md: cells that were measured, beside predictions."""
+    """Return the section of docs/performance.md: cells that were measured, and predictions."""
     rows = [
         {"card": device, **row}
         for device, reports in devices.items()
@@ -286,7 +286,7 @@ def version(row: Mapping[str, Any]) -> str:
 
 
 def card(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield what the simulator assumes of the card beside what was measured."""
+    """Yield what the simulator assumes of the card, and what was measured."""
     assumed = preset_of(reports[0]["device"])
     found: dict[str, Any] = {"link_gbps": link_gbps(reports)}
     for row in rows_of(reports, "rates"):
@@ -403,7 +403,7 @@ Make = Callable[[Sequence[dict[str, Any]]], Iterator[str]]
 # Title, the part of the check that it is of, what it says first, its table.
 PARTS: tuple[tuple[str, str, str, Make], ...] = (
     ("A training step", "step", STEP_TEXT, steps),
-    ("Beside others", "rivals", RIVALS_TEXT, rivals),
+    ("Compared with others", "rivals", RIVALS_TEXT, rivals),
     ("The card", "rates", CARD_TEXT, card),
     ("Host time of a layer's call", "layers", "", host),
     ("Attach and page-locking", "lock", "", locking),

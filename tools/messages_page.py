@@ -178,7 +178,7 @@ def printed() -> str:
 
 
 def page(text: str) -> str:
-    """Return the page with its causes and fixes written anew."""
+    """Return the page with its causes and fixes written again."""
     return BLOCK.sub(lambda block: block[1] + "\n".join(causes()) + block[2], text)
 
 

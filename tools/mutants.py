@@ -24,7 +24,7 @@ number          one more
 
 What is not a mutant, by rule:
 
-- A number in the length of an array that is declared: nobody reads what is one more. Nor the 1 of
+- A number in the length of an array that is declared: no code reads the one more. Nor the 1 of
   `return 1;`, which says that something is true.
 - A term dropped in a file of the plan: a wrong decision there costs a copy that comes late, never a
   wrong byte (plan.h), and half of the terms bound a search. Comparisons are mutants as everywhere.
@@ -84,7 +84,7 @@ EVENT = re.compile(r"[\w>\-.\[\]]+->handle")
 STREAM = re.compile(r"(?<![\w.>])(?:\w+(?:\[\w+\])?(?:->|\.))*stream\b")
 COMPARISON = re.compile(r"(?<![<>=!\-])(==|!=|<=|>=|<|>)(?![<>=])")
 CHAINED = re.compile(r"&&|\|\|")
-# Where an operand can end at its own depth of brackets, beside the operators of its chain.
+# Where an operand can end at its own depth of brackets, except the operators of its chain.
 BOUND = re.compile(r"[,;?:{}]|(?<![<>=!])=(?!=)")
 OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 BOUNDARIES = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
@@ -151,7 +151,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Statement:
-    """A whole statement that stands in a block."""
+    """A whole statement in a block."""
 
     begin: int
     end: int
@@ -336,7 +336,7 @@ def calculated(make, source: str, code: str) -> Iterator[Mutant]:  # type: ignor
 
 
 def operand(code: str, at: int, step: int, stops: tuple[str, ...]) -> int:
-    """Return where the operand ends that lies after (`step` 1) or before (-1) index `at`."""
+    """Return where the operand ends that is after (`step` 1) or before (-1) index `at`."""
     depth = 0
     opens, closes = ("([{", ")]}") if step > 0 else (")]}", "([{")
     while True:

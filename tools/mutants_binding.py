@@ -51,7 +51,7 @@ FUNCTION = re.compile(r"^([\w ]+?[ *]+)(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
 
 
 class Statements(Parser):
-    """The statements without a body, wherever they stand."""
+    """The statements without a body, wherever they are."""
 
     def __init__(self, code: str) -> None:
         self.leaves: list[tuple[int, int]] = []

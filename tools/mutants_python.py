@@ -9,7 +9,7 @@ delete          a statement: a call, an assignment, a raise, a break, ...
 return          the value that a function returns becomes None, True, False, 0, "" or an empty
                 container, after the type that the function declares
 drop except     what the handler took goes on upwards
-drop finally    what stands there is done only where nothing was raised and nothing left the block
+drop finally    what is there is done only where nothing was raised and nothing left the block
 
 What is not a mutant, by rule:
 

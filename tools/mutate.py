@@ -166,7 +166,7 @@ class Gate:
         self.build.link(folder / "libengine.so", [*objects], ["-shared"])
 
     def link_package(self, folder: Path, changed: dict[str, Path]) -> None:
-        """Lay out a package whose extension module holds the mutant."""
+        """Make a package whose extension module holds the mutant."""
         package = folder / "oracle_offload"
         package.mkdir()
         for path in (ROOT / "oracle_offload").iterdir():
@@ -211,7 +211,7 @@ class Gate:
             changed[mutated.name] = self.tsan.object(
                 str(mutated), target=mutated.with_suffix(".tsan.o")
             )
-        program = folder / f"tsan_{THREADS_TEST}"  # beside the plain one
+        program = folder / f"tsan_{THREADS_TEST}"  # next to the plain one
         objects = [self.tsan_main, *{**self.tsan_objects, **changed}.values()]
         self.tsan.link(program, objects)
         driver = str(self.tsan.folder / "libsimcuda.so")
@@ -326,7 +326,7 @@ def killer_of(outcome: str) -> str:
 
 
 def write_killers(rows: Sequence[tuple[Mutant, str]], known: Mapping[str, str]) -> None:
-    """Keep which test killed each mutant, beside what is known of others that there are."""
+    """Keep which test killed each mutant, and what is known of others that there are."""
     keys = {mutant.key for mutant in all_mutants()}
     killers = {key: test for key, test in known.items() if key in keys}
     killers |= {mutant.key: killer for mutant, how in rows if (killer := killer_of(how))}

@@ -26,7 +26,7 @@ A sample begins with less: each mutant meets the one test that is remembered as 
 they meet the files of tests near by: those that are remembered for other mutants of their function
 and module. Only what survives these needs the map of all tests, and never with --near, which fails
 instead: continuous integration makes no map. --remember tries until the map, and writes what killed
-the sample beside what is remembered of others.
+the sample in addition to what is remembered of others.
 
 A mutant of the binding is compiled and linked, and runs the tests that drive the extension; what
 they let live runs tests/unit/binding_life.py under AddressSanitizer with leak check.
@@ -104,7 +104,7 @@ TEST_S = 10.0  # that a test may take beyond five times what it took in the map
 QUICK_S, ALL_S = 20.0, 60.0  # what outlives tests that take so long together has survived
 LEAST_TESTS = 30  # that run however long they take: the machine may be busy
 BATCH_S = 2.0  # the tests that run first; most mutants die of them
-FILE_S = 0.3  # that a file of tests costs beside its tests
+FILE_S = 0.3  # that a file of tests costs in addition to its tests
 ABOUT = 20.0  # times as dear may a test be that is about the module of a mutant
 BEGIN_CHARS = 2000  # of a file of tests: what it is about, and what it imports
 KILLER_S = 4.0  # that a test is thought to take that killed a mutant before
@@ -239,7 +239,7 @@ class Tree:
         """Run `tests` (seconds that each takes), all of `files` where none is named.
 
         Without a folder for `places` it stops at the first test that fails. Returns the modules
-        that the tests import besides.
+        that the tests import as well.
         """
         reading, writing = os.pipe()
         child = os.fork()
@@ -524,8 +524,8 @@ class Map:
     def tests_of(self, mutant: Mutant, at_most_s: float) -> dict[str, float]:
         """Return the tests for a mutant in the order in which they should run; none reaches it: {}.
 
-        Those that reach it come first; what is done once in a process, by whoever comes first, may
-        show in others that use the same module.
+        Those that reach it come first; what is done once in a process, by the first test that needs
+        it, may show in others that use the same module.
         """
         if isinstance(mutant, PythonMutant):
             users = self.users(mutant.file)
@@ -597,7 +597,7 @@ def files_of_tests() -> list[str]:
 
 
 def near(mutant: Mutant, killers: dict[str, str]) -> list[str]:
-    """Return the files whose tests kill what stands nearest to a mutant, the best first."""
+    """Return the files whose tests kill what is nearest to a mutant, the best first."""
     score: dict[str, tuple[int, ...]] = {}
     file, place, *_ = mutant.key.split(" | ")
     for other, test in killers.items():
@@ -829,7 +829,7 @@ class Gate:
         return sum(o.startswith("killed") for o in outcomes) / max(1, len(outcomes))
 
     def remember(self, keys: set[str]) -> None:
-        """Write which test killed each mutant, beside what is known of others that there are."""
+        """Write which test killed each mutant, and what is known of others that there are."""
         known = {key: test for key, test in self.killers.items() if key in keys}
         killers = known | {
             mutant.key: outcome.removeprefix("killed: ").split("\t")[0]

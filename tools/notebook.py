@@ -1,4 +1,4 @@
-"""Execute examples/notebook.ipynb and write its outputs anew: `python tools/notebook.py`.
+"""Execute examples/notebook.ipynb and write its outputs again: `python tools/notebook.py`.
 
 A test executes it too, and compares what each cell shows with what is committed: the kinds of
 outputs, not their figures.

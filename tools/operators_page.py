@@ -1,7 +1,7 @@
 """The table of docs/operators.md, from docs/operators.json: no figure there is typed.
 
 python benchmarks/run.py operators --output docs/operators.json   # measure
-python tools/operators_page.py                                    # write the page anew
+python tools/operators_page.py                                    # write the page again
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _cell(row: Mapping[str, Any], column: str) -> str:
 
 
 def page(text: str, record: Mapping[str, Any]) -> str:
-    """Return the page with its table written anew."""
+    """Return the page with its table written again."""
     found, count = TABLE.subn(lambda match: match[1] + table(record) + match[2], text)
     if count != 1:
         raise SystemExit(f"{PAGE} has {count} places for the table of operators")

@@ -52,7 +52,7 @@ NOTES: dict[str, dict[str, Note]] = {
             "Gradients of what was stepped in backward cannot be clipped: it is refused."
         ),
         "torch.nn.utils.clip_grad._get_total_norm": Note(
-            "Norms of gradients that lie on the host are the device's: it is told them."
+            "Norms of gradients that are on the host are the device's: it is given them."
         ),
         "torch._foreach_norm": Note("The function by which torch takes norms of many gradients."),
         "torch._C._current_graph_task_id": Note(
@@ -135,7 +135,7 @@ NOTES: dict[str, dict[str, Note]] = {
         "_cdata": Note("Whether two tensors have one storage.", _STORAGE),
         "torch._C._storage_Use_Count": Note("Whether somebody else holds the memory of a weight."),
         "torch.UntypedStorage._new_with_weak_ptr": Note(
-            "A coded weight that nobody reads lets its decoded memory go."
+            "A coded weight that no code reads lets its decoded memory go."
         ),
         "torch._C._from_dlpack": Note("A tensor over a slot, in one call of C."),
         "torch._C._swap_tensor_impl": Note(
@@ -208,7 +208,7 @@ NOTES: dict[str, dict[str, Note]] = {
         "torch.utils._python_dispatch._push_mode": Note("The same."),
         "torch.utils._python_dispatch._pop_mode": Note("The same."),
         "torch.utils._python_dispatch.set_is_in_mode_without_ignore_compile_internals": Note(
-            "A flag beside the stack of modes.", only="torch >= 2.9"
+            "A flag next to the stack of modes.", only="torch >= 2.9"
         ),
         "_dispatch_key": Note(
             "Which stack a mode is in, in a mode that has one.", only="torch < 2.7"
@@ -325,7 +325,7 @@ class Reader:
     own : set of str
         Names that are the package's.
     paths : dict
-        What a name outside the function stands for, by name.
+        What a name outside the function means, by name.
     """
 
     def __init__(self, tree: ast.AST, own: set[str], paths: dict[str, str] | None = None) -> None:

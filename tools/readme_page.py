@@ -27,7 +27,7 @@ CONTENDERS = {"ours": "ours", "aitoolkit": "AI-Toolkit", "musubi": "musubi-tuner
 
 
 def hardware(device: str, reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the rows of a card: a step with all weights on it and without, then beside others."""
+    """Yield the rows of a card: a step with all weights on it and without, then next to others."""
     steps = measured_page.steps_of([dict(report) for report in reports])
     resident = next((row for row in steps if row["name"].endswith(", resident")), None)
     moved = next((row for row in steps if "offload" in row), None)
@@ -84,7 +84,7 @@ def row(what_is: str, value: str, device: str) -> str:
 
 
 def page(text: str, devices: Mapping[str, Sequence[Mapping[str, Any]]], performance: str) -> str:
-    """Return the page with its table written anew."""
+    """Return the page with its table written again."""
     lines = ["| what was measured | figure | on |", "| --- | --- | --- |"]
     for device, reports in devices.items():
         lines += hardware(device, reports)

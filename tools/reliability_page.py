@@ -1,10 +1,10 @@
 """The figures of docs/reliability.md, from docs/reliability.json: no figure there is typed.
 
     python tools/proof.py --record          # run the proof, write both
-    python tools/reliability_page.py        # write the page anew from the JSON
+    python tools/reliability_page.py        # write the page again from the JSON
 
 The page has blocks between `<!-- figures: NAME -->` and `<!-- end of figures -->`; a function of
-`BLOCKS` writes what stands in each. A part that was never recorded has no rows.
+`BLOCKS` writes what is in each. A part that was never recorded has no rows.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _summary(parts: Mapping[str, Figures]) -> str:
         if (part := parts.get(name))
     ]
     cpus = sorted({part["cpus"] for part in parts.values()})
-    where = f"\nSeconds on {' or '.join(map(str, cpus))} processors, beside other work.\n"
+    where = f"\nSeconds on {' or '.join(map(str, cpus))} processors, with other work on them.\n"
     return table(("part", "shown", "seconds", "commit"), rows) + (where if rows else "")
 
 
@@ -237,7 +237,7 @@ def read_record() -> dict[str, Any]:
 
 
 def page(text: str, parts: Mapping[str, Figures]) -> str:
-    """Return the page with its blocks written anew."""
+    """Return the page with its blocks written again."""
     return BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]](parts) + found[3], text)
 
 

@@ -1,4 +1,4 @@
-"""Collect what `benchmarks/bench_rivals.py` measures beside this project, into ignored .rivals/.
+"""Collect the programs that `benchmarks/bench_rivals.py` measures, into ignored .rivals/.
 
     python tools/rivals.py                                   # from the projects' own repositories
     python tools/rivals.py --mirror ai-toolkit=/mirrors/ai-toolkit.git
@@ -177,7 +177,7 @@ def collect(
     repositories: Sequence[Repository] = REPOSITORIES,
     packages: Sequence[Package] = PACKAGES,
 ) -> dict[str, str]:
-    """Fill `into` anew and print what it got; return why what is missing could not be had."""
+    """Fill `into` again and print what it got; return why what is missing could not be had."""
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(parents=True)
     taken, missing = dict[str, dict[str, object]](), dict[str, str]()

@@ -83,7 +83,7 @@ class Browser:
             loop.exec()
             self._view.loadFinished.disconnect(loop.quit)
             shown, height = LEAST, self._settled_height()
-            while height > shown:  # what arrived after the first frame is told at the next one
+            while height > shown:  # what arrived after the first frame is known at the next one
                 self._view.resize(WIDTH, height)
                 shown, height = height, self._settled_height()
             if height <= LEAST:

@@ -74,7 +74,7 @@ def example(name: str) -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with its examples made anew."""
+    """Return the page with its examples made again."""
     return BLOCK.sub(lambda block: block[1] + example(block[2]) + block[3], page)
 
 

@@ -113,7 +113,7 @@ def zig_cc(folder: Path) -> Path:
     """Return zig's compiler for an old glibc, as a command of one word: setuptools wants that."""
     path = folder / "zig-cc"
     words = [*ZIG, "cc", "-target", f"x86_64-linux-gnu.{GLIBC}"]
-    # Debian's Python.h includes a header that lies where only compilers of Debian look.
+    # Debian's Python.h includes a header that is where only compilers of Debian look.
     beside = folder / "include"
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     headers = Path("/usr/include") / multiarch
@@ -139,7 +139,7 @@ def build_for_linux(sdist: Path, output: Path, folder: Path) -> Path:
 
 
 def build_for_windows(linux: Path, output: Path, folder: Path) -> Path:
-    """Build the wheel for Windows beside that for Linux; return it."""
+    """Build the wheel for Windows next to that for Linux; return it."""
     call([sys.executable, "-m", "wheel", "unpack", "--dest", folder / "wheel", linux])
     (tree,) = (folder / "wheel").iterdir()
     package = tree / PACKAGE
@@ -149,7 +149,7 @@ def build_for_windows(linux: Path, output: Path, folder: Path) -> Path:
     build = c_build.Build(variant, folder / "objects")
     objects = [*build.engine(), *build.objects(c_build.sources("binding"))]
     flags = ["-shared", str(stable_library(folder))]
-    # Linked elsewhere: the linker puts an import library beside.
+    # Linked elsewhere: the linker puts an import library next to it.
     for path in (build.simulator(), build.link(build.folder / "_core.pyd", objects, flags)):
         shutil.copy(path, package / path.name)
     record = package / "_build_info.json"
