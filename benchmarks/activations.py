@@ -1,13 +1,13 @@
-"""Activations that leave, in virtual time: checkpointing, offloading and both, beside the bound.
+"""Activations that leave, in virtual time: checkpointing, offloading and both, and the bound.
 
     python benchmarks/activations.py           # the table
     python benchmarks/activations.py --page    # ... and docs/activations.md
 
 The engine and `oracle_offload.train` as they are, over the simulated driver: true sizes, of which
 addresses alone are taken; copies that move no byte; kernels that take what `model_traces` says; the
-weights stream beside, 91% of them. Without checkpoints the device's budget is what two blocks save,
-with them it is the default. Of a block's saved tensors the sizes are those of a bf16 model
-with fused attention, spread evenly over its layers.
+weights stream at the same time, 91% of them. Without checkpoints the device's budget is what two
+blocks save, with them it is the default. Of a block's saved tensors the sizes are those of a bf16
+model with fused attention, spread evenly over its layers.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 GIB = 1 << 30
 MODEL_BYTES = 3 * GIB
-NEEDED_BYTES = 12 * GIB  # the model, its clone, and room that nobody has to be asked for
+NEEDED_BYTES = 12 * GIB  # the model, its clone, and room that no other program has to free
 ROUNDS = 5
 
 

@@ -2,8 +2,8 @@
 
 A use is an acquire and its release, here of hits (the unit is in the arena) and of streamed uses
 (each brings a copy), in the steady state: of the engine alone, on a thread whose current context is
-the device's, and of a model on a thread whose context nobody has set. `other` are calls that have
-no column; `copies` are there to show how many uses were streamed.
+the device's, and of a model on a thread whose context was not set. `other` are calls that have no
+column; `copies` are there to show how many uses were streamed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The codec of weights: size by distribution, GB/s of one thread by instructions, beside zstd."""
+"""The codec of weights: size by distribution, GB/s of one thread by instructions, and zstd's."""
 
 from __future__ import annotations
 

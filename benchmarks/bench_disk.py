@@ -1,7 +1,7 @@
 """An attach from files against a plain read of the same files by as many threads.
 
-The plain read opens the same files, reads blocks of the same size into memory of its own that
-nobody has touched, and does nothing else: no header is looked at, nothing is locked. Both find the
+The plain read opens the same files, reads blocks of the same size into memory of its own that was
+not touched before, and does nothing else: no header is looked at, nothing is locked. Both find the
 files in the page cache or not, as the system likes: they are read once before, rounds alternate,
 and the figure is the median of their ratios. The goal is 0.9.
 """

@@ -154,7 +154,7 @@ def larger_than_free(device: str) -> dict[str, Any]:
 
 
 def on_the_device_already(device: str) -> dict[str, Any]:
-    """A model that lies on the device is moved off it and gives its memory back."""
+    """A model that is on the device is moved off it and gives its memory back."""
     import torch
 
     import oracle_offload

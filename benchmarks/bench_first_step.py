@@ -3,7 +3,7 @@
 The arena is empty when it begins, so it copies 2M - C at least; the bound is the longer of that and
 of computing. Forward alone needs all of M, and two thirds of computing come after it (recompute and
 backward of frozen layers): the bound by phases is the sum of these, where that is more. What a copy
-costs beside its bytes is part of copying.
+costs in addition to its bytes is part of copying.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a managed call costs the host, over a driver whose calls cost nothing.
 
-- a managed Linear over ``F.linear``, beside an empty ``autograd.Function`` over ``F.linear`` in the
+- a managed Linear over ``F.linear``, and an empty ``autograd.Function`` over ``F.linear`` in the
   same run: the price of any autograd function is the floor, and the ratio is ours (goal: 2.5);
-- a module whose own forward computes with what it is lent, beside the plain module: any module,
+- a module whose own forward computes with what it is lent, and the plain module: any module,
   fused experts, and convolutions, which have an operator of their own, too;
 - acquire and release of a hit in C (goal: 1 microsecond).
 """
@@ -210,7 +210,7 @@ def nothing_is_small() -> Iterator[None]:
 
 
 def convolution_call(device: str = "cpu") -> list[dict[str, Any]]:
-    """Time convolutions by their operator, beside the same ones by the general loan."""
+    """Time convolutions by their operator, and the same ones by the general loan."""
     import torch
 
     import oracle_offload
@@ -244,7 +244,7 @@ def convolution_call(device: str = "cpu") -> list[dict[str, Any]]:
 
 
 def experts_call(device: str = "cpu") -> list[dict[str, Any]]:
-    """Time a block of fused experts that are lent, beside the plain one; per implementation.
+    """Time a block of fused experts that are lent, and the plain one; per implementation.
 
     What an operator of its own could save at most is the difference. Without transformers there is
     nothing to time.

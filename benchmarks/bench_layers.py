@@ -1,4 +1,4 @@
-"""What a managed layer's call costs the host on the device under test, beside plain layers."""
+"""What a managed layer's call costs the host on the device under test, and plain layers'."""
 
 from __future__ import annotations
 

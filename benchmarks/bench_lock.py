@@ -25,7 +25,7 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
     for gib in SIZES:
         nbytes = gib * common.GIB // (SMALL_SHARE if common.is_small(device) else 1)
         name = f"{gib} GiB" + (f" / {SMALL_SHARE}" if common.is_small(device) else "")
-        # Twice: the model whose exit is timed lies there before its masters do.
+        # Twice: the model whose exit is timed is there before its masters are.
         why = common.does_not_fit(device, 2.1 * nbytes, 0)
         if not why and common.left_s() < gib:
             why = f"{common.left_s():.0f} s are left"
@@ -40,7 +40,7 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
 
 
 def attached(device: str, where: str) -> Iterator[dict[str, Any]]:
-    """Yield the seconds in which attach takes a model over that lies on the device or the host."""
+    """Yield the seconds in which attach takes a model over that is on the device or the host."""
     import torch
 
     import oracle_offload

@@ -1,4 +1,4 @@
-"""Micro-batches with one fetch of each block, beside the plain loop: bytes, time and activations.
+"""Micro-batches with one fetch of each block, and the plain loop: bytes, time and activations.
 
 The real engine in virtual time. A step of M micro-batches takes at least the longer of computing
 and copying what the arena cannot hold, in forward and again in backward (no copy crosses the turn).

@@ -1,11 +1,11 @@
-"""What a managed layer costs the host, beside the least that an autograd function can.
+"""What a managed layer costs the host, and the least that an autograd function can.
 
 Chains of modules alternate in one run, by the time of the processor, over a driver whose calls cost
 nothing, every use a hit: torch's module; the function that it calls; a module with an
 ``autograd.Function`` that calls torch's operators and does nothing else; a managed module; and,
 where there is a compiler, what ``torch.compile`` makes of torch's module and of a managed one. With
 ``TOOLKIT=checkout of AI-Toolkit`` its own manager is among them. There is no GPU: its streams and
-events are stood in for, and its copies cost nothing.
+events are replaced, and its copies cost nothing.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Device(str):
 
 
 class Stream:
-    """Stands in for a stream, and for an event: nothing is queued, so there is nothing to order."""
+    """Replaces a stream, and an event: nothing is queued, so there is nothing to order."""
 
     def __init__(self, device: object = None) -> None:
         pass

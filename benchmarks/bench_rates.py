@@ -1,4 +1,4 @@
-"""What the card's kernels reach: the rates that a step is predicted from, beside the link's."""
+"""What the card's kernels reach: the rates that a step is predicted from, with the link's."""
 
 from __future__ import annotations
 

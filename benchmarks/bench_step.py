@@ -1,4 +1,4 @@
-"""Seconds of a training step at several shares offloaded, beside resident and the prediction."""
+"""Seconds of a training step at several shares offloaded, resident and predicted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def clock(device: str) -> Iterator[None]:
 
 
 def simulated_card() -> str:
-    """Return the preset that stands for the card, where none is measured."""
+    """Return the preset that replaces the card, where none is measured."""
     return os.environ.get("ORACLE_OFFLOAD_SIM_DEVICE") or "h200"
 
 
@@ -58,7 +58,7 @@ def rows_of(
     import training
 
     nbytes = training.weight_bytes(shape)
-    # Resident weights and activations, later the arena beside them; masters on the host.
+    # Resident weights and activations, later the arena with them; masters on the host.
     why = common.does_not_fit(
         device, 1.3 * nbytes, 2.3 * nbytes + (0 if common.is_simulated(device) else 8 * common.GIB)
     )

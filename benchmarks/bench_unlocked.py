@@ -4,7 +4,7 @@ Over a driver whose calls cost nothing, and whose copies to the device are a mem
 that queues them. So each byte is copied twice by the host: more than a real driver asks of it.
 - `streamed`: layers with next to no work of their own; the copies are the step;
 - `overlapped`: layers that compute about as long as their weights take to be copied.
-Beside each is the same model resident, in the same run, round by round; torch computes on one
+Each is compared to the same model resident, in the same run, round by round; torch computes on one
 thread. `thread_s` is the processor time of the thread that trains, whatever else the machine does:
 where it copies nothing itself, it is the resident's.
 """

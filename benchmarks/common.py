@@ -33,7 +33,7 @@ def left_s() -> float:
 
 
 def artifact(name: str) -> Path | None:
-    """Return where a file for people goes, None when nobody asked for any."""
+    """Return where to write a file for people, None when none was asked for."""
     return _artifacts / name if _artifacts else None
 
 

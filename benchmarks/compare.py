@@ -2,9 +2,9 @@
 
     python benchmarks/compare.py ../before --rounds 20 host_cost
 
-A pair's two runs stand next to each other in time, so that both see the same machine; which one
-goes first alternates. Printed is, for every time that both print, the median of the pairs' ratios
-(this checkout over the other) with its 95% interval.
+A pair's two runs follow one another in time, so that both see the same machine; which one goes
+first alternates. Printed is, for every time that both print, the median of the pairs' ratios (this
+checkout over the other) with its 95% interval.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 The work is the same for all: blocks in the shape of Flux's single ones, frozen, bfloat16, each
 checkpointed (non-reentrant) in its own forward, one LoRA per block outside of it, AdamW. Weights
 come from one seed on the device, where every contender takes them over; the cap holds from then
-on. What a step needs beside weights is measured first, with one block; what the cap leaves is for
-weights, and each contender is told to offload the least that keeps below that
+on. What a step needs in addition to weights is measured first, with one block; what the cap leaves
+is for weights, and each contender has to offload the least that keeps below that
 (docs/gpu-check.md).
 """
 
@@ -74,7 +74,7 @@ class Block(nn.Module):
         self.enter = nn.Linear(width, 7 * width)
         self.leave = nn.Linear(5 * width, width)
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
-        # Not a part of the block: whoever moves blocks leaves adapters where they train.
+        # Not a part of the block: a contender that moves blocks leaves adapters where they train.
         object.__setattr__(self, "lora", lora)
 
     def compute(self, x: Tensor, vector: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks in a row; `before` and `after` are told of each (musubi-tuner's calls)."""
+    """Blocks in a row; `before` and `after` are called with each (musubi-tuner's calls)."""
 
     def __init__(self, adapters: nn.ModuleList, width: int) -> None:
         super().__init__()
@@ -342,7 +342,7 @@ def build(blocks: int, width: int, tokens: int, device: str) -> Work:
 
 
 def beside_weights(work: Work) -> int:
-    """Return what a step needs beside weights: every block's input, and one block's work."""
+    """Return what a step needs except weights: every block's input, and one block's work."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     x = work.x.detach().requires_grad_()
@@ -417,7 +417,7 @@ def measure(work: Work, seconds: float) -> dict[str, Any]:
         row |= {
             "peak_allocated_bytes": stats["allocated_bytes.all.peak"],
             "peak_reserved_bytes": stats["reserved_bytes.all.peak"],
-            "device_used_bytes": total - free,  # with the context, and whoever else is there
+            "device_used_bytes": total - free,  # with the context, and other processes
             "ooms_count": stats.get("num_ooms", 0),
             "alloc_retries_count": stats.get("num_alloc_retries", 0) - retries,
         }
@@ -542,7 +542,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cpu: the simulated one")
     parser.add_argument("--rivals", type=Path, default=common.ROOT / ".rivals")
     parser.add_argument("--cap-gib", type=float, default=24.0)
-    parser.add_argument("--less-gib", type=float, default=0.0, help="left free beside that")
+    parser.add_argument("--less-gib", type=float, default=0.0, help="left free in addition")
     parser.add_argument("--blocks", type=int, default=84)
     parser.add_argument("--width", type=int, default=3072)
     parser.add_argument("--tokens", type=int, default=4608)

@@ -382,7 +382,7 @@ static int by_value(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* `behind`: while a long copy keeps the stream `busy` busy, and `not_begun` lies behind it. */
+/* `behind`: while a long copy keeps the stream `busy` busy, and `not_begun` is queued behind it. */
 static void time_call(const char *name, void (*call)(void), int calls, int behind) {
     double times[MAX_ROUNDS];
     int not_ready = 0;

@@ -20,7 +20,7 @@ ATTENTION_BACKWARD = 2.5  # times its forward
 
 @dataclass(frozen=True)
 class Card:
-    """A device: bytes for weights beside a training's own, and what it does in a second."""
+    """A device: bytes for weights without a training's own, and what it does in a second."""
 
     arena_bytes: float
     link_bps: float

@@ -83,7 +83,7 @@ def _ring(
     """Stream what is not resident through `slots` slots, in order of use.
 
     `items` are stays: (item, seconds), one after the other. A slot is filled again once the stay
-    that used it last has ended; what still lies in a slot needs no copy, with `reuse`.
+    that used it last has ended; what is still in a slot needs no copy, with `reuse`.
     """
     streamed = [item for item, _ in items if item not in residents]
     ends: deque[float] = deque()  # of the stays that hold slots, oldest first
@@ -413,7 +413,7 @@ def search(
 def _fullest(
     unit_bytes: Sequence[int], units: frozenset[int], capacity: int
 ) -> list[frozenset[int]]:
-    """Return the largest sets of these units that fit: no further one does beside them."""
+    """Return the largest sets of these units that fit: no further one does with them."""
     sets: list[frozenset[int]] = []
     for count in range(len(units), -1, -1):
         for chosen in map(frozenset, itertools.combinations(sorted(units), count)):

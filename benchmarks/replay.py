@@ -48,7 +48,7 @@ class Charge(Witness):
 
 
 class Recorder:
-    """Stands before an engine and notes what is asked of it."""
+    """Wraps an engine and records the calls of it."""
 
     def __init__(self, engine: Any, meter: Meter) -> None:
         self._engine, self._meter = engine, meter

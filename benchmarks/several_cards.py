@@ -1,4 +1,4 @@
-"""Cards that share an upstream link, in virtual time: the engine on 1 to 8, beside the joint bound.
+"""Cards that share an upstream link, in virtual time: the engine on 1 to 8, and the joint bound.
 
     python benchmarks/several_cards.py           # the table
     python benchmarks/several_cards.py --page    # ... into docs/several-gpus.md
@@ -103,7 +103,7 @@ def run(cell: Cell) -> dict[str, Any]:
     simulator.detect_races(False)
     library = str(simulator.library_path())
     engines = [_core.Engine(library, ordinal) for ordinal in range(cell.cards)]
-    # One copy of the masters for all, as with share="node"; nobody looks at what is copied.
+    # One copy of the masters for all, as with share="node"; no code looks at what is copied.
     masters = _core.HostBuffer(max(trace.unit_bytes))
     spaces, held = [], []
     try:
