@@ -34,8 +34,8 @@ help:
 	@echo "make device-type   the tests that take a device, on a device type that is not cpu"
 	@echo "make cuda-check    PyTorch's CUDA build over the simulated driver, in .venv-cuda (6.5 GB)"
 	@echo "make cuda-core     the part of it that a change breaks most often: minutes"
-	@echo "make oldest-torch  layers and private names beside the oldest torch, in .venv-oldest (4.5 GB)"
-	@echo "make newest-torch  the same beside the newest, in .venv-cuda (6.5 GB)"
+	@echo "make oldest-torch  layers and private names with the oldest torch, in .venv-oldest (4.5 GB)"
+	@echo "make newest-torch  the same with the newest, in .venv-cuda (6.5 GB)"
 	@echo "make lint          style, types, compiler warnings"
 	@echo "make format        apply the formatters"
 	@echo "make bench         measure (DEVICE=cuda on a GPU)"
@@ -60,7 +60,7 @@ help:
 	@echo "make wheel         dist/*.whl and dist/*.tar.gz, for this machine"
 	@echo "make wheels        those of a release: an sdist, a wheel for Linux, one for Windows"
 	@echo "make gpu-wheels    fetch the wheels that a GPU machine without network lacks"
-	@echo "make gpu-rivals    collect what gpu-check measures beside this project"
+	@echo "make gpu-rivals    collect the rivals that gpu-check measures"
 	@echo "make gpu-check     GPU tests and measurements [WHEELS=dir] [RESULTS=dir] [COMMIT=id] [RESUME=file]"
 	@echo "make gpu-rehearsal all of gpu-check on the simulator, and how it bears crashes and kills"
 	@echo "make gpu-import    file its results: FILE=results.json"
@@ -79,7 +79,7 @@ help:
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-# Versions of libraries that stand beside those above: each is imported by a process of its own.
+# Other versions of libraries than those above: each is imported by a process of its own.
 .venv/installed-beside: tools/requirements-beside.txt | .venv/bin/python
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--target .venv/beside -r $<
@@ -93,7 +93,7 @@ check-%:
 
 environment: $(call ready,test)
 
-# PyTorch's CUDA build stands beside: with it are 6.5 GB. It may be another Python than PYTHON.
+# PyTorch's CUDA build has an environment of its own: 6.5 GB. It may be another Python than PYTHON.
 cuda_py := .venv-cuda/bin/python
 .venv-cuda/bin/python:
 	@python=$$(sh tools/find_python.sh $(CUDA_PYTHON)) && echo "creating .venv-cuda with $$python" \
@@ -110,7 +110,7 @@ cuda_py := .venv-cuda/bin/python
 
 cuda-environment: .venv-cuda/installed
 
-# zig, what makes the wheels of a release, and what looks at them, stand beside as well.
+# zig, what makes the wheels of a release, and what looks at them, have an environment, too.
 .venv-wheels/installed: tools/requirements-wheels.txt
 	@python=$$(sh tools/find_python.sh) && echo "creating .venv-wheels with $$python" \
 		&& "$$python" -m venv .venv-wheels

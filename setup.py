@@ -45,7 +45,7 @@ def switch(name: str) -> str:
 
 
 class SimulatedDriver(Extension):
-    """A plain shared library that lies in the package: no Python in it, a name of its own."""
+    """A plain shared library in the package: no Python in it, a name of its own."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -88,7 +88,7 @@ class BuildExt(build_ext):
         return [] if isinstance(ext, SimulatedDriver) else super().get_export_symbols(ext)
 
     def run(self) -> None:
-        """Build, then record what was built beside it."""
+        """Build, then record next to it what was built."""
         super().run()
         self._write_build_info()
 
