@@ -383,7 +383,7 @@ def test_a_folder_of_the_hub_cache_means_its_snapshot(tmp_path):
 def test_what_does_not_say_which_file_is_meant_is_refused(tmp_path):
     with pytest.raises(OffloadError, match="there is no such file"):
         names(tmp_path / "nothing.safetensors")
-    with pytest.raises(OffloadError, match=r"no safetensors file .* lie in its subfolders"):
+    with pytest.raises(OffloadError, match=r"no safetensors file .* are in its subfolders"):
         names(tmp_path)
     pickled = tmp_path / "pytorch_model.bin"
     pickled.write_bytes(b"")
