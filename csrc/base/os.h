@@ -16,7 +16,8 @@ int oo__section_create(size_t bytes);
 int oo__section_take(unsigned process, int theirs);
 void oo__section_close(int section);
 /* Pages of a file or a section from `begin` on, a multiple of a page (on Windows, of 64 KiB), which
- * all who map them see alike; NULL with errno. `file` is a descriptor, on Windows a section. */
+ * every process that maps them sees alike; NULL with errno. `file` is a descriptor, on Windows a
+ * section. */
 void *oo__pages_map_shared(size_t bytes, int file, uint64_t begin);
 /* Let whole pages be written from now on, or read alone. Returns 0, or -1 with errno. */
 int oo__pages_protect(void *pages, size_t bytes, int writable);
@@ -28,7 +29,7 @@ void oo__pages_unmap(void *pages, size_t bytes);
  * measured). `keep` 0 hides the pages from children, 1 ends that. Returns 0 or -1. */
 int oo__pages_inherit(void *pages, size_t bytes, int keep);
 /* Whether any page of a private, copy-on-write mapping of a file has been written, and so left the
- * file: 1, 0, or -1 where the system does not tell. */
+ * file: 1, 0, or -1 where the system does not say. */
 int oo__pages_written(const void *memory, size_t bytes);
 /* Let all pages of a mapping show a file from `begin` on, a multiple of a page: privately, and
  * copied on write. Returns 0, or -1 with errno. On Windows only what is a section's already, and in
@@ -52,10 +53,10 @@ void oo__mutex_destroy(struct oo_mutex *mutex);
 void oo__mutex_lock(struct oo_mutex *mutex);
 int oo__mutex_try(struct oo_mutex *mutex); /* 1 when taken */
 void oo__mutex_unlock(struct oo_mutex *mutex);
-/* Give the taken mutex up until somebody wakes or the clock shows `until_s`, then take it again;
- * may return for no reason. */
+/* Give the taken mutex up until a thread wakes the waiters or the clock shows `until_s`, then take
+ * it again; may return for no reason. */
 void oo__mutex_wait(struct oo_mutex *mutex, double until_s);
-void oo__mutex_wake(struct oo_mutex *mutex); /* everybody who waits */
+void oo__mutex_wake(struct oo_mutex *mutex); /* all threads that wait */
 double oo__clock_s(void);
 
 struct oo_thread;

@@ -141,7 +141,7 @@ int oo__pages_own(void *memory, size_t bytes) {
     if (!own)
         return -1;
     memcpy(own, pages, whole);
-    /* In one step: who reads meanwhile finds the one or the other. */
+    /* In one step: a thread that reads meanwhile finds the one or the other. */
     if (mremap(own, whole, whole, MREMAP_MAYMOVE | MREMAP_FIXED, pages) == MAP_FAILED) {
         oo__pages_unmap(own, whole);
         return -1;

@@ -94,7 +94,7 @@ int oo__pages_inherit(void *pages, size_t bytes, int keep) {
     return 0;
 }
 
-/* Windows tells it of pages that are in memory at the moment alone. */
+/* Windows says so only of pages that are in memory at the moment. */
 int oo__pages_written(const void *memory, size_t bytes) {
     (void)memory, (void)bytes;
     return -1;

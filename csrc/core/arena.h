@@ -1,5 +1,5 @@
 /* arena.h - device memory as blocks in address order. Pure bookkeeping: it knows no driver, and of
- * time only what the caller's next_use tells. */
+ * time only what the caller's next_use returns. */
 #ifndef OO_ARENA_H
 #define OO_ARENA_H
 

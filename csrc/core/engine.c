@@ -55,7 +55,7 @@
 #include "uses.h"
 
 /* Uses of any engine that this thread has begun and not ended. A thread that holds one never waits
- * for others. Its address tells threads apart. */
+ * for others. Its address distinguishes threads. */
 static _Thread_local uint32_t oo__uses_here;
 
 /* ---- copy in ---- */
@@ -93,7 +93,7 @@ static void oo__note_masters(struct oo_engine *engine, uint32_t id) {
     }
 }
 
-/* Another stamp: what was read is of weights that are no more. */
+/* Another stamp: what was read is of weights that no longer exist. */
 static void oo__note_stamp(struct oo_engine *engine, struct oo_member *member, uint64_t stamp) {
     if (member->stamp != stamp)
         member->fingerprint = oo__read_masters(member, oo__full_reading(engine));
@@ -296,8 +296,8 @@ static void oo__note_sweep(struct oo_engine *engine, struct oo_member *member, i
 }
 
 /* While trainable masters may be rewritten a copy is good for one sweep: a write to a row between
- * two forwards changes no stamp, and samples may miss it. A copy in use is left alone: who computes
- * with masters does not rewrite them. */
+ * two forwards changes no stamp, and samples may miss it. A copy in use is left alone: code that
+ * computes with masters does not rewrite them. */
 static int oo__is_outdated(const struct oo_engine *engine, uint32_t id, uint64_t sweep) {
     const struct oo_unit *unit = &engine->units[id];
     return engine->held && unit->trainable && unit->copied_in < sweep &&
@@ -906,7 +906,7 @@ enum oo_status oo_engine_refresh(struct oo_engine *engine, uint32_t model) {
 
 /* ---- masters that the device rewrites ---- */
 
-/* Whether the device has what the masters are, by all that tells of writes. */
+/* Whether the device has what the masters are, by all that shows writes. */
 static int oo__is_current(const struct oo_engine *engine, uint32_t id,
                           const struct oo_stamp *stamps, uint32_t count) {
     const struct oo_unit *unit = &engine->units[id];

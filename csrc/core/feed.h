@@ -16,7 +16,7 @@ enum oo_status oo__feed_begin(struct oo_engine *engine, uint32_t unit, uintptr_t
 /* Wait until `ready` is recorded. A failure is that of the copy threads, the same each time until
  * the unit's copy is forgotten. OO_OK where the unit was not fed. */
 enum oo_status oo__feed_await(struct oo_engine *engine, uint32_t unit);
-/* Copy no more of the unit: when this returns no copy thread reads its masters. What has not been
+/* Stop copying the unit: when this returns no copy thread reads its masters. What has not been
  * copied never arrives. */
 void oo__feed_stop(struct oo_engine *engine, uint32_t unit);
 /* Stop it, and forget how it ended. */

@@ -1,4 +1,4 @@
-/* fetch.c - what is fetched next, where to, and who leaves for it. */
+/* fetch.c - what is fetched next, where to, and what leaves for it. */
 #include "planning.h"
 
 /* What chose it: see planning.h. Units in the arena that are all looked at. Among few the
@@ -6,7 +6,7 @@
  * host_cost`. 50 changes no cell. */
 enum { OO_FEW = 400 };
 
-/* ---- who leaves ---- */
+/* ---- what leaves ---- */
 
 static uint64_t oo__evictable_next_use(const void *context, uint32_t unit) {
     const struct oo_plan *plan = context;

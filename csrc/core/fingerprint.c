@@ -31,7 +31,7 @@ static void oo__mix_line(struct oo_lanes *lanes, const char *line) {
 
 /* A whole cache line at each place: it costs the same misses as one word there, and eight
  * times the words make a rewrite that leaves most rounded weights as they were (a small LoRA merged
- * into bfloat16) visible all the same. */
+ * into bfloat16) visible anyway. */
 uint64_t oo__fingerprint(const void *memory, size_t bytes, enum oo_reading reading) {
     const size_t places = (size_t)reading;
     const char *begin = memory;

@@ -1,4 +1,4 @@
-/* fingerprint.h - a hash that tells whether a master was rewritten. Pure. */
+/* fingerprint.h - a hash that shows whether a master was rewritten. Pure. */
 #ifndef OO_FINGERPRINT_H
 #define OO_FINGERPRINT_H
 

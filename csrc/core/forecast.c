@@ -8,8 +8,8 @@
 enum { OO_CANDIDATES = 128, OO_CONTEXT = 256 };
 /* Uses of a unit looked at to find one far off. 4 change no cell. */
 enum { OO_LOOKAHEAD = 16 };
-/* Forwards of each unit that are measured; of all, a prime, so that each has its turn. One forward
- * changes no cell: nothing disturbs the simulator. */
+/* Forwards of each unit that are measured; of all, a prime, so that each is measured sooner or
+ * later. One forward changes no cell: nothing disturbs the simulator. */
 enum { OO_MEASURED = 4, OO_REMEASURED_ONE_IN = 4093 };
 /* Of copies that were measured: the latest sixteen count. 64 change no cell. */
 static const double oo__memory = 15.0 / 16;

@@ -18,7 +18,7 @@ struct oo_host {
     int locked;      /* how many they are */
     int node;        /* that its pages shall be on; -1: on any */
     const char *sys; /* OO_SYS, but for tests */
-    int kept;        /* the driver may hold pages of it for good: they are never freed */
+    int kept;        /* the driver may never release pages of it: they are never freed */
     /* Of filling: see oo__stretch_begin. Index 0 are small pages, 1 huge ones. */
     struct {
         size_t bytes;

@@ -221,7 +221,7 @@ enum oo_status oo_engine_is_locked(struct oo_engine *engine, const void *memory,
 
 enum { OO_PROBES = 48 }; /* of halving sizes: from the whole address space to the smallest */
 
-/* A range that stays locked must not be freed: try once more, then keep its memory for good. */
+/* A range that stays locked must not be freed: try once more, then never free its memory. */
 static void oo__probe_end(struct oo_engine *engine, struct oo_host *host, void *pages) {
     OOCUresult result = engine->driver.cuMemHostUnregister(pages);
     if (result != OOCU_SUCCESS)

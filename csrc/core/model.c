@@ -382,7 +382,7 @@ done:
     return status;
 }
 
-/* A unit goes with its last member. What a member leaves behind travels no more with the others;
+/* A unit goes with its last member. What a member leaves behind no longer travels with the others;
  * on the device its place stays. */
 static void oo__unit_left(struct oo_engine *engine, uint32_t id) {
     struct oo_unit *unit = &engine->units[id];

@@ -1,4 +1,4 @@
-/* plan.c - a use of a unit, and what it tells of the next ones; see plan.h and planning.h. */
+/* plan.c - a use of a unit, and what it says of the next ones; see plan.h and planning.h. */
 #include "plan.h"
 
 #include "../base/status.h"
@@ -131,7 +131,7 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
     if (plan->units[unit].seconds <= 0 && !plan->units[unit].measured)
         plan->untimed = plan->now;
     /* The prediction held if the visit after the match is this one. Until it has done so for a
-     * whole period, each turn may tell of a better match. */
+     * whole period, each turn may show a better match. */
     const uint64_t expected = plan->match + 1;
     const enum oo_kind before = plan->now > 1 ? oo__visit_at(plan, plan->now - 2)->kind : kind;
     const int turned = oo__is_forward(kind) != oo__is_forward(before);

@@ -1,9 +1,9 @@
 /* planning.h - what the files of a plan share. Its questions, one file each:
  *
  *   forecast.c  when is each unit used next, and how long does that take?
- *   stays.c     who stays in the arena while samples stream? For one round: round.c.
+ *   stays.c     which units stay in the arena while samples stream? For one round: round.c.
  *   places.c    where is it in the arena?
- *   fetch.c     what is fetched next, and who leaves for it? Among many units: furthest.c.
+ *   fetch.c     what is fetched next, and what leaves for it? Among many units: furthest.c.
  *   plan.c      a use, which asks them in turn.
  *
  * Where a unit will be is its place, a position in the arena: on the tape, in a pile, or in a
@@ -205,7 +205,7 @@ void oo__learn_round(struct oo_plan *plan);
 /* Training comes after samples: its forward, where that is recorded, or else its backward. A
  * forward goes as those of the samples did, through their ring. */
 void oo__end_rounds(struct oo_plan *plan);
-/* Backward turns into the next forward. A first backward tells what a block is. */
+/* Backward turns into the next forward. A first backward shows what a block is. */
 void oo__end_step(struct oo_plan *plan);
 
 /* ---- fetch.c ---- */

@@ -1,4 +1,4 @@
-/* round.c - who stays, and who streams; see round.h. */
+/* round.c - which units stay, and which stream; see round.h. */
 #include "round.h"
 
 #include <float.h>
@@ -46,8 +46,8 @@ struct oo_rate {
     double short_of; /* bytes that should stay at some time, and find no room */
 };
 
-/* Who stays in `room`: those that do in any case, and of the others as many as the link cannot
- * bring in time. Returns the bytes that stay. */
+/* Which units stay in `room`: those that do in any case, and of the others as many as the link
+ * cannot bring in time. Returns the bytes that stay. */
 static size_t oo__stay(struct oo_turn *turns, size_t count, size_t largest, size_t room,
                        struct oo_rate *rate) {
     double owed = 0;
@@ -78,11 +78,11 @@ static size_t oo__stay(struct oo_turn *turns, size_t count, size_t largest, size
     return held;
 }
 
-/* Who stays in `room`, spread so that the link has as much to do for each byte of those that may
- * stream, or for each second of the round. A part of it may need so much that not all that should
- * stay has room: then the link brings more at any time, until what does is spread over all of that
- * part (Newton's method: what is missing falls with the rate, ever more slowly). Returns the bytes
- * that stay. */
+/* Which units stay in `room`, spread so that the link has as much to do for each byte of those that
+ * may stream, or for each second of the round. A part of it may need so much that not all that
+ * should stay has room: then the link brings more at any time, until what does is spread over all
+ * of that part (Newton's method: what is missing falls with the rate, ever more slowly). Returns
+ * the bytes that stay. */
 static size_t oo__spread(struct oo_turn *turns, size_t count, size_t largest, size_t room,
                          size_t ring, int by_seconds) {
     size_t total = 0;

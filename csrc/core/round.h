@@ -1,5 +1,5 @@
-/* round.h - units that are used in turn, over and over, as in sampling: who stays in the arena, and
- * how much of it the others stream through. Pure: numbers in, numbers out. */
+/* round.h - units that are used in turn, over and over, as in sampling: which stay in the arena,
+ * and how much of it the others stream through. Pure: numbers in, numbers out. */
 #ifndef OO_ROUND_H
 #define OO_ROUND_H
 
@@ -17,13 +17,13 @@ struct oo_turn {
     size_t taken;
 };
 
-/* Decide who stays in `room`: turns are in order of use, and those that stay are spread evenly over
- * their bytes, so that the link has as much to do at any time; or over the seconds, where such
- * rounds are `alone`: what training finds in the arena afterwards shall suit a backward, too. What
- * they leave is a ring for the others. The larger it is, the earlier a copy can begin, and the more
- * bytes are copied: the seconds tell what is enough. They also tell whether the largest units can
- * all stay, so that the ring need not hold one. With a `link_bps` of 0 they are not known. Returns
- * the bytes that stay. Those that are `kept` do, whatever else is decided. */
+/* Decide which units stay in `room`: turns are in order of use, and those that stay are spread
+ * evenly over their bytes, so that the link has as much to do at any time; or over the seconds,
+ * where such rounds are `alone`: what training finds in the arena afterwards shall suit a backward,
+ * too. What they leave is a ring for the others. The larger it is, the earlier a copy can begin,
+ * and the more bytes are copied: the seconds show what is enough. They also show whether the
+ * largest units can all stay, so that the ring need not hold one. With a `link_bps` of 0 they are
+ * not known. Returns the bytes that stay. Those that are `kept` do, whatever else is decided. */
 size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double link_bps,
                        int alone);
 

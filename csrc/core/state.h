@@ -203,7 +203,7 @@ struct oo_part {
 struct oo_last_use {
     OOCUstream stream;
     struct oo_event *event;
-    uint8_t lost; /* the event could not be recorded: only a synchronise tells when the use ends */
+    uint8_t lost; /* the event could not be recorded: only a synchronise shows when the use ends */
 };
 
 /* A use that lasts, while a timeline is recorded: a row ends on the stream that it began on. */

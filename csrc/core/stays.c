@@ -1,5 +1,5 @@
-/* stays.c - who stays while samples stream: where there is a round, whether to spread those that
- * stay, and what training takes over. Who stays in one round is in round.c. */
+/* stays.c - which units stay while samples stream: where there is a round, whether to spread those
+ * that stay, and what training takes over. Which stay in one round is in round.c. */
 #include "planning.h"
 
 /* What chose them: see planning.h. Of samples between training steps: more are no interruption.

@@ -64,7 +64,7 @@ int oo__device_has(const struct oo_engine *engine, uintptr_t address, size_t byt
     return s != NULL;
 }
 
-/* The simulated device has the bytes no more, unless another trip of some of them goes on. */
+/* The simulated device no longer has the bytes, unless another trip of some of them goes on. */
 static enum oo_status oo__trip_disown(struct oo_engine *engine, struct oo_trip *trip) {
     if (!trip->lent)
         return OO_OK;
@@ -116,7 +116,7 @@ done:
 
 /* ---- a copy ---- */
 
-/* What both ways share: `out` tells which one it is. */
+/* What both ways share: `out` says which one it is. */
 static enum oo_status oo__trip_begin(struct oo_engine *engine, struct oo_trip *trip,
                                      const struct oo_event *departed) {
     const int out = !trip->is_back;

@@ -1,4 +1,4 @@
-/* uses.h - who still uses a unit's bytes on the device, and what has to come after them. */
+/* uses.h - what still uses a unit's bytes on the device, and what has to come after them. */
 #ifndef OO_USES_H
 #define OO_USES_H
 
@@ -9,7 +9,7 @@
  * next one its handle. */
 int oo__stream_lasts(const struct oo_engine *engine, OOCUstream stream);
 /* `stream` has queued its last use of the unit so far. A use whose end cannot be marked counts as
- * lost: only a synchronise can tell when it ends, and what overwrites the bytes does that first. */
+ * lost: only a synchronise can show when it ends, and what overwrites the bytes does that first. */
 enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit, OOCUstream stream);
 /* Make the stream that will write wait for every use of the unit's bytes. What decodes into them,
  * if they have not been used, is waited for by oo__decodes_settle. */

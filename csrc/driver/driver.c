@@ -102,7 +102,7 @@ static enum oo_status oo__fill_table(struct oo_driver *driver, const char *path)
             return oo__fail_stub(path, "cuGetProcAddress", result);
         if (result != OOCU_SUCCESS)
             function = NULL;
-        /* An unknown symbol is SUCCESS with a NULL pointer: only the pointer tells. */
+        /* An unknown symbol is SUCCESS with a NULL pointer: only the pointer shows it. */
         if (!function && row->required)
             return oo__fail(OO_E_DRIVER_OLD, "%s lacks %s (CUDA %d.%d): update the NVIDIA driver",
                             path, row->name, row->introduced / 1000, row->introduced % 1000 / 10);

@@ -82,7 +82,7 @@ struct oo_driver {
     OO_DRIVER_CALLS(OO_DRIVER_FIELD)
 #undef OO_DRIVER_FIELD
     void *library;
-    int version;   /* as cuDriverGetVersion tells: 12040 = 12.4 */
+    int version;   /* of cuDriverGetVersion: 12040 = 12.4 */
     int simulated; /* has simLaunch */
 };
 

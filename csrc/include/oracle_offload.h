@@ -36,7 +36,7 @@
  *     mapping     a use of masters in host memory, by kernels that read some of their bytes over
  *                 the link
  *     stamp       a number that changes when a master is rewritten
- *     graph task  a run of autograd's backward; its id tells two of them apart
+ *     graph task  a run of autograd's backward; its id distinguishes two of them
  *
  * Every function that can fail returns an oo_status and, unless OO_OK or OO_WOULD_BLOCK, leaves a
  * message for this thread in oo_error_message(). A failed call changes nothing the caller can see,
@@ -135,7 +135,7 @@ void oo_section_close(int section);
  * does not map them. */
 enum oo_status oo_host_create_shared(size_t bytes, int file, uint64_t begin, struct oo_host **out);
 /* Let the memory be written by this process, or read alone; the device reads it either way. Memory
- * that can only be read is locked no more, so it is to be locked before. */
+ * that can only be read can no longer be locked, so lock it before. */
 enum oo_status oo_host_protect(struct oo_host *host, int writable);
 /* Unlocks for every engine that knows the memory (waiting for copies) and frees. Where unlocking
  * fails the memory is leaked, and this is unlocking's error. NULL is allowed. */
@@ -245,7 +245,7 @@ enum oo_status oo_unit_set_trainable(struct oo_engine *engine, uint32_t unit, in
 enum oo_status oo_member_move(struct oo_engine *engine, uint32_t member,
                               const struct oo_tensor *tensors, uint32_t n_tensors, uint32_t *unit,
                               size_t *offsets);
-/* The member is managed no more. Its bytes travel on with its unit as long as that has others, so
+/* The member is no longer managed. Its bytes travel on with its unit as long as that has others, so
  * that its memory is in use until they have left too. OO_E_STATE while the unit is acquired. */
 enum oo_status oo_member_remove(struct oo_engine *engine, uint32_t member);
 
@@ -269,7 +269,7 @@ enum oo_status oo_coded_check(enum oo_codec_kind kind, const void *coded, size_t
 /* A hash of all bytes. */
 uint64_t oo_fingerprint(const void *memory, size_t bytes);
 /* Whether anything was written to a private, copy-on-write mapping of a file: 1, 0, or -1 where the
- * system does not tell. */
+ * system does not say. */
 int oo_pages_written(const void *memory, size_t bytes);
 /* Let mapped pages show a file from `begin` on, a multiple of a page, as such a mapping does. It
  * needs no open file afterwards. 0, or -1 with errno. On Windows only all of what shows a section
@@ -452,8 +452,8 @@ enum oo_status oo_trip_end(struct oo_engine *engine, uint64_t ticket);
  * may be made meanwhile: each copies again what is no longer in use. */
 enum oo_status oo_engine_hold(struct oo_engine *engine);
 /* Likewise, but their copies stay where they are: whether they were rewritten will be known later.
- * Then oo_engine_hold drops the copies after all, or oo_engine_resume takes them for good. An
- * acquire takes none for good. */
+ * Then oo_engine_hold drops the copies after all, or oo_engine_resume accepts them as current. An
+ * acquire accepts none. */
 enum oo_status oo_engine_rest(struct oo_engine *engine);
 /* They are stable again. An acquire of kind OO_RECORDED says so too. */
 enum oo_status oo_engine_resume(struct oo_engine *engine);

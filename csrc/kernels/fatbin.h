@@ -9,7 +9,7 @@
 
 extern const unsigned char oo_kernels_fatbin[];
 extern const size_t oo_kernels_fatbin_size;
-/* The CUDA version of the nvcc that compiled them, as cuDriverGetVersion tells a driver's. */
+/* The CUDA version of the nvcc that compiled them, as cuDriverGetVersion returns a driver's. */
 extern const int oo_kernels_toolkit;
 
 #endif

@@ -68,7 +68,7 @@ struct oo_parameter {
 #define OO_COUNT_OF(rows) ((Py_ssize_t)(sizeof(rows) / sizeof *(rows)))
 
 /* Read an argument of `function`; negative ones as two's complement. -1 with TypeError, or with
- * ValueError that tells the value. May run Python code, unless `object` is an int. */
+ * ValueError that has the value. May run Python code, unless `object` is an int. */
 int oo__integer(PyObject *object, const char *function, const struct oo_parameter *parameter,
                 unsigned long long *value);
 /* Exactly `expected` of them. */

@@ -139,7 +139,7 @@ static struct oo_py_buffer *oo__as_buffer(PyObject *object, PyObject *argument) 
     return (struct oo_py_buffer *)argument;
 }
 
-/* The buffer keeps the engine alive no more; an exception that is set stays. */
+/* The buffer no longer keeps the engine alive; an exception that is set stays. */
 static void oo__let_go(const struct oo_py_buffer *buffer, PyObject *engine) {
     PyObject *kind, *value, *traceback;
     PyErr_Fetch(&kind, &value, &traceback);

@@ -49,7 +49,7 @@ static int is_device(const struct sim_range *range) {
     return range->kind == MEM_DEVICE || range->kind == MEM_ADOPTED;
 }
 
-/* Two pieces that were mapped side by side (cuMemMap, tests/cuda): one memory to who uses them. */
+/* Two pieces that were mapped side by side (cuMemMap, tests/cuda): one memory to its users. */
 static int touch(const struct sim_range *range, const struct sim_range *next) {
     return range->kind == MEM_DEVICE && next->kind == MEM_DEVICE && !range->block && !next->block &&
            range->device == next->device && range->hi == next->lo;

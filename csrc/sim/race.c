@@ -1,4 +1,4 @@
-/* race.c - who has touched which bytes, and what is ordered before what.
+/* race.c - what has touched which bytes, and what is ordered before what.
  *
  * Every stream and the host are actors with a vector clock. An operation is the actor's epoch at
  * the time of the call; it is ordered before a later one exactly if the later actor's clock has

@@ -749,7 +749,7 @@ void sim__discard_all(void) {
             }
             op->wait_exec = op->wait_time = 0;
         }
-        /* A host function that runs comes to its end all the same. */
+        /* A host function that runs comes to its end anyway. */
         if (!s->exec_head || !s->exec_head->running)
             s->exec_head = NULL;
         retire(s);

@@ -93,7 +93,7 @@ enum sim_switch {
     /* Each host thread has its own clock, and only CUDA calls order threads (default 0: all host
      * threads share one clock, as their locks cannot be seen from here). */
     SIM_STRICT_THREADS = 4,
-    /* What is queued is handed to the device only when somebody queries or waits for its stream, or
+    /* What is queued is handed to the device only when a call queries or waits for its stream, or
      * for an event of it, or launches a kernel that comes after it (default 0): as on Windows,
      * where the driver (WDDM) collects a batch first. cuEventElapsedTime hands nothing over. */
     SIM_LATE_SUBMISSION = 5,

@@ -52,7 +52,7 @@ enum sim_access_kind {
     SIM_BY_KERNEL,
     SIM_BY_MEMSET,
     SIM_BY_HOST,
-    SIM_BY_LENDER /* who has the memory before simAdopt and after simDrop */
+    SIM_BY_LENDER /* the owner of the memory before simAdopt and after simDrop */
 };
 
 void sim__clock_join(struct sim_clock *clock, const struct sim_clock *other);

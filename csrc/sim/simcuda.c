@@ -203,7 +203,7 @@ static const struct {
 };
 
 /* Base names only; an unknown one is SUCCESS with a NULL pointer. A version far above the driver's
- * is refused, as driver 580 does; 535 and 550 gave the function all the same. */
+ * is refused, as driver 580 does; 535 and 550 gave the function anyway. */
 OOCUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags,
                                int *status) {
     enum { PER_THREAD_DEFAULT_STREAM = 2, FIRST_PER_THREAD = 7000 };
