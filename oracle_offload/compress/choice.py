@@ -26,8 +26,8 @@ from .steps import Pace
 from .store import user_store
 
 _PIECES = 4  # of the staging memory, each with room for a chunk
-_SAMPLES, _SAMPLE = 16, 1 << 14  # weights of a tensor that tell how small it gets
-_MARGIN = 1.02  # by which it may take more than they tell
+_SAMPLES, _SAMPLE = 16, 1 << 14  # weights of a tensor that show how small it gets
+_MARGIN = 1.02  # by which it may take more than they show
 _CHUNK, _HEADER_BYTES = 4 << 20, 64  # weights of a chunk, see csrc/core/codec.h
 _ENOUGH = 1.01  # times the shortest step is short enough
 _TRIALS = 16  # of numbers of units, planned at once
@@ -53,7 +53,7 @@ def codable(units: Sequence[Sequence[Chosen]]) -> list[Tensor]:
 
 
 class ExpectedBytes(Protocol):
-    """Who knows about how many bytes a tensor takes coded."""
+    """An object that knows about how many bytes a tensor takes coded."""
 
     def bytes_of(self, tensor: Tensor) -> int:
         """Return them for a tensor that is `codable`."""

@@ -89,7 +89,7 @@ class Coder:
         self._limit = limit
         self._threads = os.cpu_count() or 1
         self._failed = False
-        self._told = threading.Lock()  # taken once and for all by the thread that tells of it
+        self._told = threading.Lock()  # taken once, and never released, by the thread that warns
 
     def wants(self, tensor: Tensor) -> bool:
         """Whether it may become a coded master."""

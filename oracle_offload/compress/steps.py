@@ -50,9 +50,9 @@ class Pace:
 
 
 def measure(attachment: Attachment) -> tuple[float, float] | None:
-    """Return `busy_s` and `forward_share` of the last steps; None where they do not tell.
+    """Return `busy_s` and `forward_share` of the last steps; None where they do not say.
 
-    Those of several models on one device tell of none of them.
+    Those of several models on one device say nothing of any of them.
     """
     state = attachment.state
     window = state.pace.window()

@@ -2,7 +2,7 @@
 
 The tensor's bytes are in a private mapping. A write to it, by whatever means, copies pages of the
 mapping, which the system knows of; from then on it is no copy of what the engine has, and becomes a
-master as all others are. What is coded no more is copied from the file to memory in its place,
+master as all others are. What is no longer coded is copied from the file to memory in its place,
 because a program that cuts a file off ends every process that reads it there.
 """
 
@@ -18,7 +18,7 @@ from .. import _core
 from .._core import HostBuffer
 from .geometry import tensor_bytes
 
-_SAMPLES, _SAMPLE_BYTES = 64, 64  # where the system does not tell
+_SAMPLES, _SAMPLE_BYTES = 64, 64  # where the system does not say
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class CodedMaster:
         return self.address, self.tensor_bytes, self.nbytes, self.kind
 
     def was_written(self) -> bool:
-        """Whether the tensor was written since it was coded; then it is current no more."""
+        """Whether the tensor was written since it was coded; then it is no longer current."""
         if self.is_current:
             told = _core.pages_written(self.start, self.tensor_bytes)
             changed = self._sampled() != self._sample if told is None else told

@@ -22,7 +22,7 @@ from .. import _core
 from ..errors import OffloadError
 from . import simulator
 
-_TIMED_BYTES, _TIMED_COPIES = 32 << 20, 3  # that tell the rate of a link
+_TIMED_BYTES, _TIMED_COPIES = 32 << 20, 3  # that give the rate of a link
 
 
 class Counted(NamedTuple):
@@ -37,7 +37,7 @@ class Counted(NamedTuple):
     failures : int
         How often it had to empty its cache for an allocation, or found no room at all.
     limit_bytes : int or None
-        It may reserve at most, where somebody has set that.
+        It may reserve at most, where that was set.
     """
 
     reserved_bytes: int
@@ -52,7 +52,7 @@ class CopiesAside(Protocol):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy `source` once all that this thread has queued so far has computed it.
 
-        Who calls keeps `source` and `target` as they are until the copy has ended.
+        The caller keeps `source` and `target` unchanged until the copy has ended.
         """
 
     def mark(self) -> Callable[[], object]:
@@ -348,7 +348,7 @@ class Cuda(Device):
 
     @property
     def model(self) -> simulator.Device | None:
-        """A card with the link of this one: the fastest of a few copies tells its rate."""
+        """A card with the link of this one: the fastest of a few copies gives its rate."""
         host = torch.empty(_TIMED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         there = torch.empty(_TIMED_BYTES, dtype=torch.uint8, device=self.device)
         copies = [
@@ -365,7 +365,7 @@ class Cuda(Device):
         try:
             # By torch's own object: it makes none of handle 0, the default stream.
             return torch.cuda.current_stream(self.device).query()
-        except RuntimeError:  # the context is lost: who uses it next says so
+        except RuntimeError:  # the context is lost: the next call that uses it says so
             return False
 
     def is_capturing(self, stream: int) -> bool:

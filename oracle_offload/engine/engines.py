@@ -272,10 +272,10 @@ class DeviceState:
         return stream
 
     def cover(self, steppers: Mapping[int, Any]) -> None:
-        """From now on each of these rewrites a master, by the `id` of that, and tells the engine.
+        """From now on each of these rewrites a master, by its `id`, and notifies the engine.
 
         So a copy of such masters is trusted as one of frozen ones is: until a version, an address
-        or a sample tells of another write.
+        or a sample shows another write.
         """
         with self.lock:
             self.streamed.update(steppers)
@@ -294,7 +294,7 @@ class DeviceState:
                 tell()
 
     def _follow_streamed(self) -> None:
-        """Trust copies no more for which nothing answers: an optimizer may be gone."""
+        """Stop trusting copies for which nothing answers: an optimizer may be gone."""
         if len(self.streamed) != self._n_streamed:
             with self.lock:
                 self._tell_trained()
@@ -326,7 +326,7 @@ class DeviceState:
                 self.rewritten[unit] = (*others, stepper)
 
     def await_rewrite(self, unit: int) -> None:
-        """Wait until what was sent to masters of a unit is there: somebody uses them again."""
+        """Wait until what was sent to masters of a unit is there: they are used again."""
         for stepper in self.rewritten.get(unit, ()):
             stepper.await_home(unit)
 

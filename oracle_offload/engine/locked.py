@@ -77,7 +77,7 @@ class LockedPool:
         """Look at what was given back.
 
         Once the system has refused to lock more, it is unlocked, and so is what is free: what else
-        needs locked memory, now or later, finds some. What somebody has stays locked until then.
+        needs locked memory, now or later, finds some. What is in use stays locked until then.
         """
         with self._state.lock:
             while self._back:
@@ -91,7 +91,7 @@ class LockedPool:
                 self._unlock_free()
 
     def give_back_all(self) -> None:
-        """Unlock all of it; who has a buffer keeps its memory, as ordinary memory."""
+        """Unlock all of it; code that has a buffer keeps its memory, as ordinary memory."""
         with self._state.lock:
             self.settle()
             while self._free:
@@ -100,7 +100,7 @@ class LockedPool:
                 self._unlock(next(iter(self._buffers.values())))
 
     def _pop(self, size: int) -> HostBuffer:
-        """Return a free buffer of this size, which is free no more."""
+        """Return a free buffer of this size, which is then no longer free."""
         *others, buffer = self._free[size]
         if others:
             self._free[size] = others

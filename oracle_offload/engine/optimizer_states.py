@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # Parameters that have moved, by `id`: how often anything had. No references: torch swaps no tensor
-# that somebody refers to weakly. Another one of that `id` is looked at for nothing.
+# that has a weak reference. Another one of that `id` is looked at for nothing.
 _moved: dict[int, int] = {}
 _moves = 0
 _followed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

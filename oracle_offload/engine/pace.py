@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SAMPLED_ONE_IN = 29  # a prime: in steps of another length each has its turn
+SAMPLED_ONE_IN = 29  # a prime: in steps of another length each is sampled sooner or later
 WARM_UP_STEPS = 2  # the engine learns the order in the first; the arena may grow after it
-_MOST_STEPS = 16  # what was longer ago tells nothing about now
+_MOST_STEPS = 16  # what was longer ago says nothing about now
 
 
 @dataclass(frozen=True)

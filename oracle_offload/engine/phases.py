@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-FIRST = "training"  # until somebody says otherwise
-# Counters that tell how things are, not how often something happened: they do not grow.
+FIRST = "training"  # until the program says otherwise
+# Counters that say how things are, not how often something happened: they do not grow.
 AS_THEY_ARE = frozenset(
     {
         "managed_bytes",

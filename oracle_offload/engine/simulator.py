@@ -58,7 +58,7 @@ class Device:
     Attributes
     ----------
     name : str
-        As ``cuDeviceGetName`` tells it; at most 63 bytes of UTF-8.
+        As ``cuDeviceGetName`` returns it; at most 63 bytes of UTF-8.
     link_gbps : float
         Rate of one copy engine, 1e9 bytes/s; there is one engine for each direction.
     copy_latency_s : float

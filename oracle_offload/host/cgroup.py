@@ -210,7 +210,7 @@ def _read_v2(root: str, mount: _Mount, group: str, missing: list[str]) -> Memory
     chain = _ancestry(root, mount, group)
     readings = [(read_text(root, f"{path}/memory.max"), path) for path in chain]
     if all(reading.text is None for reading, _ in readings):
-        # The root group of the host has no memory.max: then its controllers tell.
+        # The root group of the host has no memory.max: then its controllers show it.
         controllers = read_text(root, f"{mount.point}/cgroup.controllers").text or ""
         if "memory" not in controllers.split():
             missing.append(f"{mount.point}: the memory controller is not available here")

@@ -1,8 +1,8 @@
 """What the NVIDIA driver says about each card: read only, through nvidia-ml-py when installed.
 
 Nothing here creates a CUDA context or changes a setting. Every question is asked alone, so one
-that a card does not answer (a laptop without a power sensor, a MIG slice without a link) leaves
-the others standing.
+that a card does not answer (a laptop without a power sensor, a MIG slice without a link) does not
+affect the others.
 """
 
 from __future__ import annotations

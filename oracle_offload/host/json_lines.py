@@ -8,7 +8,7 @@ from typing import Any
 
 def records_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects among `lines`, one a line; other lines are passed over."""
-    import json  # who explains an error may not have needed it yet
+    import json  # code that explains an error may not have needed it yet
 
     for line in lines:
         try:

@@ -43,7 +43,7 @@ def total_bytes() -> int:
 def available_bytes(
     root: str = "/", known: tuple[dict[str, int], MemoryLimit] | None = None
 ) -> int | None:
-    """Return the bytes that this process can still have; None where the system does not tell.
+    """Return the bytes that this process can still have; None where the system does not say.
 
     That is what is free, or can be made so without swapping, within the limit on its control group.
 

@@ -35,7 +35,7 @@ def check_folder(path: Path) -> None:
     OSError
         There is none.
     """
-    _check(os.lstat(path), path, is_link_fine=True)  # who may set a link decides where it leads
+    _check(os.lstat(path), path, is_link_fine=True)  # its owner decides where a link leads
     _check(os.stat(path), path)
 
 

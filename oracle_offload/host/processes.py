@@ -36,7 +36,7 @@ def machine() -> str:
 
 
 def is_alive(pid: int) -> bool | None:
-    """Whether a process of this machine has that number; None where the system does not tell."""
+    """Whether a process of this machine has that number; None where the system does not say."""
     if sys.platform == "win32":  # os.kill would end it there
         return _is_alive_on_windows(pid, ctypes.WinDLL("kernel32", use_last_error=True))
     try:
@@ -56,7 +56,7 @@ def _is_alive_on_windows(pid: int, kernel32: Any) -> bool | None:
         return {_ACCESS_DENIED: True, _INVALID_PARAMETER: False}.get(error)
     handle = ctypes.c_void_p(process)
     try:
-        # One that has ended keeps its number as long as somebody holds a handle of it.
+        # One that has ended keeps its number as long as a process holds a handle of it.
         return {_ENDED: False, _RUNS: True}.get(kernel32.WaitForSingleObject(handle, 0))
     finally:
         kernel32.CloseHandle(handle)

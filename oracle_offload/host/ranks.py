@@ -500,8 +500,8 @@ def _let_in(
 
 
 def _check_user(peer: socket.socket) -> None:
-    """Refuse a process of another user: anybody may have a name, or know one."""
-    if not LocalRanks.passes_files:  # who knows the word gets memory of its own user's alone
+    """Refuse a process of another user: any process may have a name, or know one."""
+    if not LocalRanks.passes_files:  # there the system gives memory to one user's processes alone
         return
     _, user, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if user != os.geteuid():

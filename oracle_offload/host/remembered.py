@@ -28,7 +28,7 @@ class Rows:
     title : str
         Of the rows, in the file.
     what : str
-        What they tell, in words for a log.
+        What they say, in words for a log.
     """
 
     def __init__(self, file: str, schema: str, title: str, what: str) -> None:

@@ -202,7 +202,7 @@ def _renamed(rows: Sequence[Row], name: str) -> str | None:
     return name
 
 
-# ---- what the blocks that were run tell of the others ----
+# ---- what the blocks that were run say of the others ----
 
 
 def told(marks: Sequence[Mark], rows: Sequence[Row], numbers: dict[str, int]) -> list[Mark] | None:

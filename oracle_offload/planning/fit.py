@@ -24,7 +24,7 @@ class Fit:
     verdict : str
         `RESIDENT`, `STREAMED` or `NOWHERE`.
     storage : Storage
-        As it is laid out: what stays on the device for good is in none of its units.
+        As it is laid out: what is always on the device is in none of its units.
     device, host : dict of str to int
         Bytes by what they are; what is unknown is missing.
     device_room, host_room : int

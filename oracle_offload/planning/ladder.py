@@ -14,7 +14,7 @@ from .optimizers import OPTIMIZERS
 from .question import Question
 from .storage import Recipe, Storage, storage_of
 
-# What this library does not have, what it would give, and who has it.
+# What this library does not have, what it would give, and what has it.
 ABSENT = (
     (
         "weights or states on NVMe",

@@ -250,7 +250,7 @@ def measure(
 
 
 def _step(marks: Sequence[Mark], numbers: dict[str, int], note: str) -> Step:
-    """Return the step that marks tell, its tickets and regions numbered as they come."""
+    """Return the step that marks describe, its tickets and regions numbered as they come."""
     tickets: dict[Any, int] = {}
     numbered: dict[Any, int] = {0: 0}
     events: list[tuple[Any, ...]] = []

@@ -150,7 +150,7 @@ class Storage:
     host_rows : dict of str to int
         What of `rows` is on the host where the weights stream.
     kept_bytes : int
-        Of units that are on the device for good because the host has no room for them.
+        Of units that are always on the device because the host has no room for them.
     why_not : str
         Why nothing can be streamed.
     adapters : dict of str to tuple
@@ -239,7 +239,7 @@ class Storage:
         return replace(self, coded={key: n for key, n in coded.items() if n < whole[key]})
 
     def keeping(self, budget: Budget) -> Storage:
-        """Return the same with units on the device for good, as `attach` has it at this budget.
+        """Return the same with units always on the device, as `attach` has it at this budget.
 
         Raises
         ------

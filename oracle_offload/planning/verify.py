@@ -229,7 +229,7 @@ def _gradients(plan: Answer) -> int:
 
 
 def _allocated(plan: Answer, device: str, steps: list[Any]) -> Iterator[Row]:
-    """Yield what torch counts on a GPU, as a whole; and the rows that it does not tell apart."""
+    """Yield what torch counts on a GPU, as a whole; and the rows that it does not separate."""
     fit, step = plan.fit, plan.step
     known = [s for s in steps if s["peak_bytes"] is not None]
     why = "" if known else f"torch counts no memory on {device}"

@@ -1,4 +1,4 @@
-"""Checks of the card: driver, link, clocks, and who else uses it."""
+"""Checks of the card: driver, link, clocks, and what else uses it."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def _clocks_of(card: Gpu) -> tuple[str, str, str, str, dict[str, object]]:
 
 
 def check_other_processes(system: System) -> Finding:
-    """Device memory that somebody else holds."""
+    """Device memory that other processes hold."""
     known = [
         (card, _others_of(system, card, card.used_bytes, card.total_bytes))
         for card in system.gpus.gpus
@@ -260,7 +260,7 @@ def _others_of(
             for process in named
         )
         text += f" and {len(others) - 3} more" if len(others) > 3 else ""
-    # A desktop holds about 1 GiB; more than this is somebody's work.
+    # A desktop holds about 1 GiB; more than this is a program's work.
     verdict = "ok"
     if held >= total // 2:
         verdict = "bad"

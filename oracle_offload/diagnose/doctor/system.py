@@ -116,7 +116,7 @@ class System:
 
     @cached_property
     def container(self) -> str | None:
-        """The kind of container, as far as its usual marks tell; None outside of one."""
+        """The kind of container, as far as its usual marks show; None outside of one."""
         if self.environ.get("KUBERNETES_SERVICE_HOST"):
             return "kubernetes"
         if self.exists("/.dockerenv"):

@@ -1,8 +1,8 @@
 """The installed torch: its version and CUDA build, found without importing it.
 
 Importing torch takes seconds and may fail on the very machine that is being examined, so the
-version is read from its files. What only torch itself can tell, the allocator settings in effect,
-is asked in a process of its own.
+version is read from its files. What only torch itself can say, the allocator settings in effect, is
+asked in a process of its own.
 """
 
 from __future__ import annotations

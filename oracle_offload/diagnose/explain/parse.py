@@ -14,7 +14,7 @@ from ...host.terminal import printable
 from .facts import SIZE, UNLIMITED, Fact, compiled, parse_size
 from .templates import NAMED, PROOF, TEMPLATES, Template
 
-# A log repeats itself; the first hits tell what began it and the last what ended it.
+# A log repeats itself; the first hits show what began it and the last what ended it.
 FIRST_HITS, LAST_HITS = 3, 9
 MOST_HITS = FIRST_HITS + LAST_HITS
 # A line is looked for at most this far away, so one endless line costs no more than many short.

@@ -106,7 +106,7 @@ def explain(
 
 
 def machine_ram() -> int | None:
-    """Return the bytes of this machine's memory; None where the system does not tell."""
+    """Return the bytes of this machine's memory; None where the system does not say."""
     from ...host.memory import total_bytes
 
     try:

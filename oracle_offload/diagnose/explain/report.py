@@ -40,7 +40,7 @@ class OomReport:
     suspected : bool
         True where the evidence is a kill alone, which has other explanations.
     backend, device : str or None, int or None
-        Who printed the error (cuda, rocm, xpu, mps, cpu, host) and the device index.
+        What printed the error (cuda, rocm, xpu, mps, cpu, host) and the device index.
     where : str
         What gave out: device, host, limit, setting, program or unknown.
     cause : Cause

@@ -26,8 +26,8 @@ class Template(NamedTuple):
     pattern : str
         Must match around the anchor; a group `backend` names the allocator, `device` the index.
     backend : str or None
-        Who printed it: cuda, rocm, xpu, mps, cpu (an allocation in host memory) or host (the
-        system or a scheduler ended the process). None where the text does not tell.
+        What printed it: cuda, rocm, xpu, mps, cpu (an allocation in host memory) or host (the
+        system or a scheduler ended the process). None where the text does not say.
     strength : int
         PROOF (complete in itself), NAMED (says out of memory, no figures) or SUSPICION (a kill
         that has other explanations too).
