@@ -40,7 +40,7 @@ def best_gbps(work: Callable[[], object]) -> float:
 
 
 def load() -> dict[str, float | int | None]:
-    """Return how many processes want a processor, where the system tells, and how many there are.
+    """Return how many processes want a processor, where the system says, and how many there are.
 
     A rate under a load near the number of processors is not the codec's.
     """

@@ -27,7 +27,7 @@ RUNS = (
     *((24.0, 4608, who) for who in ("ours", "aitoolkit", "musubi")),
     *((12.0, 1536, who) for who in ("ours", "aitoolkit", "musubi")),
 )
-# A part of its own (bench_rivals_more.py), which has its turn later.
+# A part of its own (bench_rivals_more.py), which is run later.
 MORE_RUNS = (
     *((24.0, 4608, who) for who in ("resident", "fsdp2", "ramtorch")),
     *((12.0, 1536, who) for who in ("resident", "fsdp2", "ramtorch")),

@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name}: {how} ({seconds:.1f} s)", flush=True)
             counted[name] = {"exit": status, "duration_s": seconds, **figures(output)}
             if status != 0:
-                # A sweep that fails says thousands of lines: the first ones tell the cause.
+                # A sweep that fails says thousands of lines: the first ones show the cause.
                 lines = output.splitlines()
                 print("\n".join([*lines[:40], "...", *lines[-10:]] if len(lines) > 50 else lines))
                 failed.append(name)

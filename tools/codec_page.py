@@ -49,7 +49,7 @@ def _cell(coders: dict[str, dict[str, Any]], coder: str, key: str, form: str) ->
 
 
 def machine() -> str:
-    """Return the processor's name, as far as the system tells it."""
+    """Return the processor's name, as far as the system says it."""
     names = re.findall(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     return names[0].strip() if names else platform.processor() or platform.machine()
 

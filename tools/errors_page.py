@@ -442,7 +442,7 @@ NOTES: dict[str, dict[str, str]] = {
             " EMA, a merge, `load_state_dict`. Do that after backward."
         ),
         "was written while another call computes with it": (
-            "Its codes are on the device, and may not go while somebody computes with them. A "
+            "Its codes are on the device, and must stay while code computes with them. A "
             "graph that awaits its backward does, and so does code that keeps the weight."
         ),
         "was replaced by another thread while its backward began": (
@@ -882,7 +882,7 @@ NOTES: dict[str, dict[str, str]] = {
 }
 INSIDE = "From inside"
 INSIDE_SAYS = (
-    "These tell of a wrong call of the C interface (`oracle_offload._core`, "
+    "These report a wrong call of the C interface (`oracle_offload._core`, "
     "`csrc/include/oracle_offload.h`), or of a state that cannot be. `attach` and what follows "
     "from it make no such call: where one reaches you, it is a bug; report it with the message."
 )

@@ -944,7 +944,7 @@ def use_ram(check: Check) -> None:
 
 
 def finish(check: Check, why: str) -> int:
-    """End what runs, write the results, tell how it went; the exit code."""
+    """End what runs, write the results, print how it went; the exit code."""
     for process in list(check.running):
         stop(process)
     if check.power is not None:

@@ -126,7 +126,7 @@ def _run(command: list[str]) -> str:
 
 
 def _toolkit(nvcc_version: str) -> int:
-    """Return the CUDA version as drivers tell theirs: 13000 of 13.0.88; 0 where it is not known."""
+    """Return the CUDA version as drivers return theirs: 13000 of 13.0.88; 0 if not known."""
     match = re.match(r"(\d+)\.(\d+)", nvcc_version)
     return 1000 * int(match[1]) + 10 * int(match[2]) if match else 0
 

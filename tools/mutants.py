@@ -40,7 +40,7 @@ What is not a mutant, by rule:
   mention what is declared after it. Nor with one that takes the address of an entry of the engine's
   tables and that the call's statement does not use: only oo_*_add moves those, and no mutant is of
   such a call.
-- A swap of what only tells the simulator of a host access with a statement that is no such call:
+- A swap of what only informs the simulator of a host access with a statement that is no such call:
   the detector judges it by what was queued and waited for, which the other does not change. A swap
   with a statement that names bytes for its reports: names are read when a report is written.
 - A swap of two statements that only create, name, destroy or wait for different objects
@@ -92,7 +92,7 @@ BOUNDARIES = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 PLANNING = ("plan.c", "forecast.c", "stays.c", "places.c", "fetch.c")
 CALCULATING = ("codec.c", "codec_portable.c")
 SAMPLE = 70
-# As clang-format writes them: a space on either side tells them from pointers and signs.
+# As clang-format writes them: a space on either side distinguishes them from pointers and signs.
 OPERATOR = re.compile(r"(?<= )(<=|>=|<<|>>|==|!=|[-+*/%&|^<>])(=?)(?=[ \n])")
 OTHER = (
     BOUNDARIES

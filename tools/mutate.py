@@ -199,7 +199,7 @@ class Gate:
         lines = errors.decode(errors="replace").strip().splitlines()
         if lines and said != "hangs":
             said = lines[0 if cases else -1][:200]
-        # The first case that the program did not tell of.
+        # The first case that the program did not report.
         asked = command[1:] or cases
         told = len(re.findall(rb"^\w+: ok$", output, re.MULTILINE))
         case = f"::{asked[told]}" if cases and told < len(asked) else ""

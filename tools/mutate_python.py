@@ -11,7 +11,7 @@
 
 tools/mutants_python.py and tools/mutants_binding.py find the mutants, mechanically. First the tests
 run once, of a parametrized one the first, the middle and the last case, and the others while they
-take no more than CASES_S together, with marks that tell which places of the package each reaches.
+take no more than CASES_S together, with marks that show which places of the package each reaches.
 That map is kept in build/mutation for as long as neither the package nor the test changes. Each
 mutant then runs the tests that reach its place until one fails, the quick ones first and at most
 QUICK_S of them, in a fork of a process that has imported torch and not the package, on a copy of
@@ -129,7 +129,7 @@ class Outcome:
 
 
 class Reporter:
-    """The pytest plugin of the child: selects the tests, and tells the parent of each."""
+    """The pytest plugin of the child: selects the tests, and reports each to the parent."""
 
     def __init__(self, pipe: int, tests: Sequence[str], places: Path | None, quick: bool) -> None:
         self.pipe = pipe

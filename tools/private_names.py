@@ -133,7 +133,7 @@ NOTES: dict[str, dict[str, Note]] = {
     "torch: tensors and storages": {
         "_version": Note("Whether a weight was written since its copy.", "torch.empty(0)"),
         "_cdata": Note("Whether two tensors have one storage.", _STORAGE),
-        "torch._C._storage_Use_Count": Note("Whether somebody else holds the memory of a weight."),
+        "torch._C._storage_Use_Count": Note("Whether other code holds the memory of a weight."),
         "torch.UntypedStorage._new_with_weak_ptr": Note(
             "A coded weight that no code reads lets its decoded memory go."
         ),
@@ -241,7 +241,7 @@ NOTES: dict[str, dict[str, Note]] = {
             "A snapshot when memory runs out.", only="CUDA builds"
         ),
         "torch._C._cuda_isHistoryEnabled": Note(
-            "Whether somebody else records memory.", only="CUDA builds"
+            "Whether other code records memory.", only="CUDA builds"
         ),
         "torch.cuda.memory._record_memory_history": Note(
             "Public in practice: PyTorch's page on memory snapshots begins with it."

@@ -202,7 +202,7 @@ def summary() -> str:
 
 
 def timelines(*names: str) -> list[str]:
-    """Return the timelines of trainings of known bounds, without the words that tell them."""
+    """Return the timelines of trainings of known bounds, without the words that name them."""
     from summary_page import trained
 
     import oracle_offload
@@ -232,7 +232,7 @@ def main(arguments: list[str]) -> int:
 
     browser = Browser()
     flux = [ROOT / "docs/images" / f"demo-timeline{part}.svg" for part in ("", "-part")]
-    # In an order that tells nothing: docs/recording.md has what a reader made of them.
+    # In an order that shows nothing: docs/recording.md has what a reader made of them.
     step_a, step_b, step_c = timelines("host", "link", "compute")
     pages = {
         "explain-page": explain_oom(message()).to_html(),

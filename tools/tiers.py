@@ -64,7 +64,7 @@ def spread(count: int, chosen: int = FEW) -> set[int]:
 
 
 def in_turn(names: str, rows: Iterable[Any], values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize by rows that take turns at some values, for a product that tells little more.
+    """Parametrize by rows that take turns at some values, for a product that shows little more.
 
     Parameters
     ----------
