@@ -1539,7 +1539,7 @@ static PyMethodDef oo__engine_methods[] = {
     {"move_member", oo__engine_move_member, METH_VARARGS,
      "move_member($self, member, tensors, /)\n--\n\nThe member's tensors live elsewhere now."},
     {"remove_member", oo__engine_remove_member, METH_O,
-     "remove_member($self, member, /)\n--\n\nThe member is managed no more."},
+     "remove_member($self, member, /)\n--\n\nThe member is no longer managed."},
     {"set_trainable", OO_FAST(oo__engine_set_trainable),
      "set_trainable($self, unit, trainable, /)\n--\n\nWhether an optimizer may rewrite the unit."},
     {"acquire", OO_FAST(oo__engine_acquire),

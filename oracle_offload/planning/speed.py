@@ -80,7 +80,7 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
     questions = [question(step, fit, card, share) for share in _SHARES]
     try:
         answers = predict_elsewhere(questions)
-    except OffloadError as error:  # for want of memory, say: whether it fits is known all the same
+    except OffloadError as error:  # for want of memory, say: whether it fits is known anyway
         return Speed(why=str(error))
     slow, middle, fast = (answer["predicted_step_s"] for answer in answers)
     moved = answers[1]["predicted_h2d_bytes"]
