@@ -1,9 +1,9 @@
 """The loan for every other module that owns large tensors, whatever it computes with them.
 
-While the module's forward runs, device tensors stand in the places of its Parameters. Their
-lifetime is the loan: the slot is free again when the last alias of them is gone, which is a fact of
-reference counts and not of hooks. What autograd saves of them is replaced by a note of which bytes
-they were; backward takes a slot anew for them. So nothing is known, or need be, of the operators.
+While the module's forward runs, device tensors replace its Parameters. The loan lasts as long as
+they do: the slot is free again when the last alias of them is gone. Reference counts say when that
+is, not hooks. What autograd saves of them is replaced by a note of which bytes they were; backward
+takes a slot again for them. So this code need know nothing about the operators.
 
 A loan begins with `AnyLayer.lend_to`, around the forward of whatever module computes with the
 tensors. That is mostly the one that owns them. It is a parent where that one has no forward
@@ -54,7 +54,7 @@ _PATIENCE_S = 60.0  # that a call waits for another thread's of the same module
 class Places(Mapping[str, Any]):
     """Where the tensors of a module and its children are looked up, by dotted name.
 
-    While device tensors stand there, the masters are answered all the same.
+    While device tensors replace the masters, lookups still return the masters.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class Places(Mapping[str, Any]):
                 self.owners.setdefault(id(owner), (weakref.ref(owner), set()))[1].add(key)
             else:
                 self._rows[name] = vars(owner), key
-        self.lent: dict[str, tuple[Any, Any]] = {}  # by name: what stands there, and the master
+        self.lent: dict[str, tuple[Any, Any]] = {}  # by name: what replaces it, and the master
 
     def __getitem__(self, name: str) -> Any:
         found = self.lent.get(name)
@@ -96,14 +96,14 @@ class Places(Mapping[str, Any]):
         return len(self._rows)
 
     def lending(self, tensors: Mapping[str, Tensor]) -> AbstractContextManager[object]:
-        """Let `tensors` stand in the places of these names for a ``with`` block.
+        """Put `tensors` in the places of these names for a ``with`` block.
 
-        Of an interrupt it is all or nothing.
+        After an interrupt either all of them are in place or none.
         """
         return Taken(self._putting(tensors), self.restore)
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let `tensors` stand in the places of these names; `restore` undoes it."""
+        """Put `tensors` in the places of these names; `restore` undoes it."""
         self._putting(tensors)()
 
     def _putting(self, tensors: Mapping[str, Tensor]) -> Callable[[], object]:
@@ -192,11 +192,11 @@ class AnyLayer(Whole, Readable):
         self.parameters = Places(nn.Module(), ())
 
     def is_lending(self) -> bool:
-        """Whether device tensors stand in the places of the masters now."""
+        """Whether device tensors are in the places of the masters now."""
         return bool(self.parameters.lent)
 
     def is_lending_here(self) -> bool:
-        """Whether they stand there for a call of this thread."""
+        """Whether they are there for a call of this thread."""
         return self._turn.is_held() and self.is_lending()
 
     # ---- a forward ----
@@ -209,7 +209,7 @@ class AnyLayer(Whole, Readable):
     def lend_to(self, call: Callable[[], Any]) -> Any:
         """Return ``call()``, with device tensors in the masters' places while it runs.
 
-        Where this thread is inside such a call already, the tensors stand there.
+        Where this thread is inside such a call already, the tensors are in place.
 
         Raises
         ------
@@ -273,7 +273,7 @@ class AnyLayer(Whole, Readable):
         return lent
 
     def go_on(self, lent: Mapping[str, Tensor]) -> None:
-        """Let what `pause` returned stand in the masters' places again."""
+        """Put what `pause` returned in the masters' places again."""
         self._turn.acquire()
         self.parameters.put(lent)
 
@@ -316,7 +316,7 @@ class AnyLayer(Whole, Readable):
         with exempt():
             now = {name: self.parameters.get(name) for name in self.names}
             there: dict[str, Tensor] = {
-                # What lies on the host is copied, on the simulated device too; a copy closes gaps.
+                # What is on the host is copied, on the simulated device too; a copy closes gaps.
                 name: tensor.to(device, copy=tensor.device.type == "cpu" and is_dense(tensor))
                 for name, tensor in now.items()
                 if tensor is not None
@@ -375,11 +375,11 @@ class AnyLayer(Whole, Readable):
             return empty.set_(slot.untyped_storage(), start, shape, stride)
 
     def _tensors_in(self, slot: Tensor) -> dict[str, Tensor]:
-        """Return what stands in the masters' places, by name.
+        """Return what is put in the masters' places, by name.
 
-        Parameters without a gradient, and what passes gradients on to the masters. The latter asks
-        for gradients under ``no_grad`` too, as Parameters do: code that chooses by it finds the
-        same.
+        These are Parameters without a gradient, and tensors that pass gradients on to the masters.
+        The latter require gradients under ``no_grad`` too, as Parameters do: code that checks
+        ``requires_grad`` finds the same.
         """
         lent: dict[str, Tensor] = {}
         layouts = (layout for layout in self.masters.layout if layout is not None)
@@ -405,7 +405,7 @@ class AnyLayer(Whole, Readable):
         return [name for (name, _), offset in named if offset - self.offsets[0] <= at][-1]
 
     def take_again(self, note: _Note) -> Tensor:
-        """Return, for backward, what forward saw: an alias of a slot taken anew."""
+        """Return, for backward, what forward saw: an alias of a slot that is taken again."""
         self.check_unchanged((note.name,), note.masters, note.version)
         self.state.turned = True
         if self.member < 0:
@@ -422,7 +422,7 @@ def any_kind(names: tuple[str, ...], around_call: bool = False) -> type[AnyLayer
 
 
 def wrap(module: nn.Module, layer: AnyLayer) -> None:
-    """Let the loan of `layer` begin with the forward of `module`, which stands before its own."""
+    """Let the loan of `layer` begin with the forward of `module`, a wrapper of its own module."""
     layer.wrappers.append(weakref.ref(module))
     swap_in(module, layer)
 
@@ -447,7 +447,7 @@ def find_wrappers(root: nn.Module) -> Iterator[tuple[nn.Module, AnyLayer]]:
 
 
 class Lent(nn.Parameter):
-    """What stands in the place of a master; it knows of what is written by way of ``.data``."""
+    """A tensor in the place of a master; it notices what is written through ``.data``."""
 
     _data: list[Tensor] | None = None
     _pointed: int = 0
@@ -466,7 +466,7 @@ class Lent(nn.Parameter):
 
 
 def _writes_to(tensor: Tensor) -> int:
-    """Return how often what stands in the place of a master was written, or given other data."""
+    """Return how often a tensor in the place of a master was written, or given other data."""
     by_data = getattr(tensor, "_data", None) or ()
     return count_writes(tensor) + sum(map(count_writes, by_data)) + getattr(tensor, "_pointed", 0)
 
@@ -680,7 +680,7 @@ def _address(tensor: Tensor) -> int:
 
 
 class _Edge(Function):
-    """Stands for a trainable master on the device: its gradient goes to the master, on the host."""
+    """Represents a trainable master on the device: its gradient goes to the master, on the host."""
 
     @staticmethod
     def forward(

@@ -165,7 +165,7 @@ def cast_tensors(
 
 
 class CastStandIn(Function):
-    """Stands for a trainable parameter's low-precision copy in one autocast region.
+    """Represents a trainable parameter's low-precision copy in one autocast region.
 
     Autocast casts a trainable weight once per region and uses that copy everywhere, so gradients
     of several uses are summed in low precision before they are cast back. The stand-in gives
@@ -205,9 +205,9 @@ class StandIns:
         self._made: dict[int, Tensor] = {}  # each keeps its Parameter alive, and so the id
 
     def of(self, parameter: Tensor, landing: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what stands for `parameter`'s cast to `dtype`; its gradient goes to `landing`.
+        """Return the stand-in for `parameter`'s cast to `dtype`; its gradient goes to `landing`.
 
-        Autocast keeps casts of float32 leaves only; others are cast anew at each use, and float64
+        Autocast keeps casts of float32 leaves only; others are cast again at each use, and float64
         is not cast. Where its cache is disabled every use is in a region of its own.
         """
         if not is_cast(parameter):

@@ -55,13 +55,13 @@ from .traced import (
 _HOW = "Tensor[] given, Tensor[] own, Tensor key, bool[] needs, str call, SymInt[] numbers"
 _FORWARD = f"({_HOW}, ScalarType? dtype, int example) -> Tensor"
 _BACKWARD = f"(Tensor grad, {_HOW}, ScalarType? dtype) -> Tensor[]"
-_TENSOR, _NUMBER, _OTHER = "...", "b''", "\0"  # what stands for them in a call that is written down
+_TENSOR, _NUMBER, _OTHER = "...", "b''", "\0"  # their placeholders in a call that is written down
 _ASIDE = ("training", "_is_full_backward_hook")  # of a module: the one is written down with a call
 _graph_task = torch._C._current_graph_task_id
 _constant: Callable[..., Any] = torch.compiler.assume_constant_result  # to a compiler
 
-# What is traced has a number, and what was told of it. The numbers begin anywhere: what torch kept
-# on disk knows nothing of the code of a module, so it must serve no other trace than its own.
+# What is traced has a number; `_told` has what the compiler expects of it. The first number is
+# random: torch's cache on disk does not depend on a module's code, so no other trace may use it.
 _traces = itertools.count(int.from_bytes(os.urandom(6), "little"))
 _examples: weakref.WeakValueDictionary[int, Whole] = weakref.WeakValueDictionary()
 _told: dict[int, _Look] = {}
@@ -122,7 +122,7 @@ class Whole(Numbered):
         super().__init__(module, name, structure)
         self.breaks = False  # a call of such a module was found to be no operator
         self.settings: dict[Any, Any] = {}  # what the module was set to in the last forward
-        # Modules that stand before this one and take part in what it computes: peft's wrappers.
+        # Modules that wrap this one and take part in what it computes: peft's wrappers.
         self.wrappers: list[weakref.ref[nn.Module]] = []
 
     @abstractmethod
@@ -150,7 +150,7 @@ class Whole(Numbered):
 
     @_constant  # one compiled block serves all blocks
     def example(self) -> int:
-        """Return a number for what is told of a leaf like those that compiled code calls."""
+        """Return the number under which a leaf like those in compiled code says what it returns."""
         number = next(_traces)
         _examples[number] = self
         return number
@@ -198,8 +198,8 @@ class Whole(Numbered):
     def _told_otherwise(self, what: str, told: str) -> OffloadError:
         return OffloadError(
             f"managed layer '{self.name}' returns {what}, and not {told} as compiled code was "
-            "told. Leave it resident with ignore_modules=[...], do not compile what calls it, or "
-            "call torch.compiler.reset() after such a change."
+            "traced with. Leave it resident with ignore_modules=[...], do not compile what calls "
+            "it, or call torch.compiler.reset() after such a change."
         )
 
 
@@ -363,14 +363,14 @@ def _check_uses(leaf: Whole, y: Tensor, inputs: Sequence[Tensor]) -> None:
 
 
 def _as_told(answer: Tensor, tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return a gradient in the layout and the memory that a compiler was told of."""
+    """Return a gradient in the layout and the memory that a compiler expects."""
     stride = torch.empty_like(tensor, device="meta").stride()
     if answer.stride() != stride:
         return answer.new_empty_strided(tensor.shape, stride).copy_(answer)
     return answer.clone() if _is_part(answer, others) else answer
 
 
-# ---- what a compiler is told of them ----
+# ---- what a compiler knows of them ----
 
 
 class _Watch(TorchDispatchMode):

@@ -92,7 +92,7 @@ class ConvLayer(WithInherited):
         return x, batched, dtype
 
     def read_arguments(self, module: Any) -> None:
-        """Read what the module computes with beside its tensors; anyone may assign it anew."""
+        """Read what the module computes with apart from its tensors; user code may change it."""
         self.stride, self.dilation, self.groups = module.stride, module.dilation, module.groups
         self.padding, self.pad, self.pad_mode = self.padding_of(module)
 

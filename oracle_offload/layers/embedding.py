@@ -1,8 +1,8 @@
 """Managed ``nn.Embedding``: the rows that a batch asks for travel, and not the table.
 
-Masters are page-locked, so the device can read them where they lie: torch's own operator runs on a
-device tensor over the host's memory, and what crosses the link are rows. The gradient needs no
-weight. Where the table is not locked it travels as a whole, through the arena if that has room.
+Masters are page-locked, so the device can read them in host memory: torch's own operator runs on a
+device tensor over the host's memory, and only rows cross the link. The gradient needs no weight.
+Where the table is not locked it travels as a whole, through the arena if that has room.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class EmbeddingLayer(WithInherited):
         return super().unfit(module)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Look up the rows `x`; an unlocked table that fits no arena is copied beside it."""
+        """Look up the rows `x`; an unlocked table that fits no arena is copied outside of it."""
         try:
             return super().__call__(x)
         except NoRoomError:
@@ -60,7 +60,7 @@ class EmbeddingLayer(WithInherited):
     # ---- the table ----
 
     def lend(self, kind: int, task: int, seconds: float, dtype: Cast, compute: Compute) -> Any:
-        """Return ``compute`` of the table as it lies on the host, or, unlocked, in a slot."""
+        """Return ``compute`` of the table in host memory, or, if it is not locked, in a slot."""
         state = self.state
         if self.unit in state.rewritten:  # a copy of what is still coming home would be torn
             state.await_rewrite(self.unit)
@@ -102,7 +102,7 @@ class EmbeddingLayer(WithInherited):
         if module.max_norm is not None:
             raise OffloadError(
                 f"max_norm of managed layer '{self.name}' was set after attach; it writes the "
-                "table in forward, which lies on the host. Set it before attach: the layer stays "
+                "table in forward, which is on the host. Set it before attach: the layer stays "
                 "resident then."
             )
         return F.embedding(

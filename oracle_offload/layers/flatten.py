@@ -91,7 +91,7 @@ def plain_tensors(
 
 
 def value_at(module: nn.Module, path: str) -> Any:
-    """Return what lies at a dotted path now: a tensor, an object that holds some, a module.
+    """Return what is at a dotted path now: a tensor, an object that holds some, a module.
 
     The module itself where the path is empty; None where there is nothing.
     """
@@ -117,7 +117,7 @@ def copy_tables(module: nn.Module, holders: frozenset[str], most_bytes: int) -> 
 
 
 class Places:
-    """The tensors that lie at given paths of a module now: read like a dict of parameters."""
+    """The tensors that are at given paths of a module now: read like a dict of parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)

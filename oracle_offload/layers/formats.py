@@ -1,8 +1,8 @@
-"""Quantised weights that are known: by whose classes they are recognised, and what they need.
+"""The known formats of quantised weights: how they are recognised, and what they need.
 
 A format is recognised by the names of its classes, so that none of the libraries is imported here.
-A weight of any other class of tensors that are made of others, and say of what, streams as well.
-What else is not known stays resident: its code may keep or rewrite tensors where nobody sees it.
+A weight of another class streams as well if it is made of other tensors and says of which.
+Every other weight stays resident: its code may keep or rewrite tensors unseen by this library.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Format:
     name : str
         For people.
     holders : frozenset of str
-        Full names of classes, beside tensors, whose objects hold tensors.
+        Full names of classes whose objects hold tensors, tensor classes not counted.
     reads_input : bool
         Whether the gradient of the input depends on the input's values, which then are kept.
     settle : callable, optional
@@ -55,8 +55,8 @@ def format_of(module: nn.Module) -> Format | None:
         found = known(module, weight)
         if found is not None:
             return found
-    # torch's own are no weights of a library's (DTensor lies on several cards), and what the rows
-    # above say no to stays resident.
+    # torch's own are no weights of a library's (a DTensor is spread over several cards), and what
+    # the rows above say no to stays resident.
     is_left = class_name(type(weight)).startswith(("torch.", "torchao.", "optimum.quanto."))
     return _MADE_OF_TENSORS if is_wrapper(weight) and not is_left else None
 
@@ -150,7 +150,7 @@ def _nvfp4(module: Any, weight: Any) -> Format | None:
 
 
 def _comfy(module: Any, weight: Any) -> Format | None:
-    """As ComfyUI's files name them, whoever computes with them: a class of its own."""
+    """Weights named as in ComfyUI's files, for any class with a forward of its own."""
     own = {*module._parameters, *module._buffers}
     if not {"weight_scale", "comfy_quant"} <= own or weight.element_size() != 1:
         return None
@@ -194,7 +194,7 @@ _TORCHAO_DYNAMIC = Format("torchao, dynamic activations", reads_input=True)
 _FP8 = Format("FP8Linear")
 _NVFP4 = Format("NVFP4Linear", reads_input=True)
 _COMFY = Format("weight, weight_scale and comfy_quant", reads_input=True)
-# A tensor that is made of others says of what: handles stand in their places, whoever wrote it.
+# A tensor that is made of others says of which: handles replace those, for any library's class.
 _MADE_OF_TENSORS = Format("a class of tensors that are made of others", reads_input=True)
 _FORMATS: tuple[Callable[[Any, Tensor], Format | None], ...] = (
     _bitsandbytes_8bit,

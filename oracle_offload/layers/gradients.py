@@ -1,4 +1,4 @@
-"""Gradients of trainable weights: from the device, where they meet, to the host, where masters lie.
+"""Gradients of trainable weights: summed on the device, then sent to the host, to their masters.
 
 All uses of a master in a graph share one node, its landing, at which autograd sums their gradients
 on the device. From there the bytes go to locked memory of the host while backward goes on, and the
@@ -80,7 +80,7 @@ class Late:
 
     It lives as long as the graph task, which keeps what is called at its end. Where that ends by an
     exception, what was sent is waited for, so that nothing writes to memory that others have.
-    `DeviceState.gradients_lock` is held by whoever asks it for something.
+    Callers of its methods hold `DeviceState.gradients_lock`.
 
     Parameters
     ----------
@@ -224,7 +224,7 @@ class Late:
 
 
 class Gradients:
-    """How gradients of one model's masters come to the host, and the memory they lie in there.
+    """How gradients of one model's masters come to the host, and the memory they have there.
 
     They have page-locked memory, into which the device copies. That memory serves the next gradient
     of this size once no tensor points into it: as a rule one step later.
@@ -234,7 +234,7 @@ class Gradients:
     state : DeviceState
         The device they come from.
     may_lock : callable
-        Whether so many bytes may be page-locked beside the masters.
+        Whether so many bytes may be page-locked in addition to the masters.
 
     Attributes
     ----------
@@ -587,7 +587,7 @@ _landing: Any = super(Function, _Landing).apply
 
 
 def landing(layer: Any, master: Tensor) -> Tensor:
-    """Return what stands for a trained master in the graph."""
+    """Return the tensor that represents a trained master in the graph."""
     for known in (layer.landings, layer.state.landings):
         found: Tensor | None = known.get(id(master))
         # `torch.utils.swap_tensors` leaves the accumulation with what the master was.

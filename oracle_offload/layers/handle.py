@@ -10,9 +10,8 @@ A view of a handle is a handle, and a cast of one. So is, while the forward of i
 torch's operators make of handles and small tensors alone: a weight is dequantised where a product
 needs it, in forward and again in backward, and autograd keeps no dequantised copy.
 
-Whoever reads the weight of a managed layer while the model computes gets a handle (`Readable`):
-code that uses a weight without calling its layer, whatever it does with it. What it writes goes to
-the master.
+Code that uses the weight of a managed layer without calling the layer gets a handle (`Readable`)
+if it reads the weight while the model computes. What it writes to the handle goes to the master.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ _step_hooks: list[Any] = []
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _Value:
-    """What a handle stands for.
+    """What a handle represents.
 
     Attributes
     ----------
@@ -146,7 +145,7 @@ class _State:
     masters, versions
         Of the leaf, and of its tensors, when the handle was made: backward must not meet others.
     value : _Value
-        What it stands for.
+        What it represents.
     like : Tensor
         One of the same geometry on the meta device.
     is_read : bool
@@ -322,7 +321,7 @@ class Handle(Tensor):
 
 
 class _Copy(Tensor):
-    """A weight that was read with memory of its own; its leaf hears of what is written to it."""
+    """A weight that was read with memory of its own; its leaf counts what is written to it."""
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -442,9 +441,9 @@ def _handle_at(layer: Borrower, place: int, versions: list[int], is_read: bool =
 
 
 def lent(layer: Borrower, tensors: Tensors) -> AbstractContextManager[object]:
-    """Let the handles of `layer` stand for `tensors`, in this thread, for a ``with`` block.
+    """Let the handles of `layer` represent `tensors`, in this thread, for a ``with`` block.
 
-    No interrupt leaves them standing for a slot that was given back.
+    After an interrupt, too, they represent no slot that was given back.
     """
     here, key = _thread.lent, id(layer)
     return Taken(
@@ -690,10 +689,10 @@ def _run(
     made: dict[int, Tensor] | None = None,
     given: dict[int, Handle] | None = None,
 ) -> Any:
-    """Run an operator on the tensors that its handles stand for.
+    """Run an operator on the tensors that its handles represent.
 
-    `made` has what stands for a value already, by its `id`. In the result the handles of `given`
-    take the place of what they stand for, and are found by its `id`.
+    `made` has the tensors that were made for values already, by the value's `id`. In the result the
+    handles of `given` replace the tensors they represent; they are found by the tensor's `id`.
     """
     made = {} if made is None else made
     written = () if given is None else [*given.values()]
@@ -746,7 +745,7 @@ def _apart(result: Any, memory: set[int], given: dict[int, Handle]) -> Any:
 
 
 def _check(layer: Borrower, states: Sequence[_State]) -> None:
-    """Raise where what handles stand for is not there any more."""
+    """Raise where what handles represent is not there any more."""
     if layer.member < 0:
         layer.refuse_detached()
     for each in states:
@@ -762,7 +761,7 @@ def _check(layer: Borrower, states: Sequence[_State]) -> None:
                 raise
             raise StaleWeightsError(
                 f"'{each.name()}' was kept since it was read, and written meanwhile, or given "
-                "other data; read it from its module anew where it is used."
+                "other data; read it from its module again where it is used."
             ) from error
 
 
@@ -776,7 +775,7 @@ def _beside(layer: Borrower) -> Tensors:
 
 
 def _lend(layer: Borrower, func: Any, seconds: float, compute: Callable[[Tensors], Any]) -> Any:
-    # A table is read where it lies, for its rows alone.
+    # A table is read in host memory, for its rows alone.
     lend = (
         layer.lend if func is _aten.embedding.default else functools.partial(Borrower.lend, layer)
     )
@@ -891,7 +890,7 @@ def _master_of(state: _State, source: _Value) -> Tensor | None:
 
 
 def _take_over(state: _State, source: _Value, copied: Tensor) -> None:
-    """Write what lies on the device to the master, once nothing copies from that any more."""
+    """Write a tensor on the device to the master, once nothing copies from that any more."""
     layer, master = state.layer, cast("Tensor", _master_of(state, source))
     host = cast("Tensor", layer.attachment.gradients.to_host(copied))
     engine = layer.state.engine
@@ -961,7 +960,7 @@ def _seconds(layer: Borrower, func: Any, args: Any, kwargs: dict[str, Any]) -> f
 
 
 class _Edge(Function):
-    """Stands for a trained master: its gradient goes to the master's landing."""
+    """Represents a trained master: its gradient goes to the master's landing."""
 
     @staticmethod
     def forward(ctx: Any, landing: Tensor, layer: Borrower, made: list[Tensor]) -> Tensor:
@@ -1027,13 +1026,13 @@ class Readable(Borrower):
             )
 
     def read(self, module: nn.Module, key: str) -> Tensor | None:
-        """Return what ``module.<key>`` answers; None where that is what lies there.
+        """Return what ``module.<key>`` is; None where that is what the module itself has there.
 
-        That is the master outside of forwards and backwards, what stands in its place for a while,
-        and what is no tensor of the leaf's.
+        The module itself has the master outside of forwards and backwards, a tensor that replaces
+        it for a while, and what is no tensor of the leaf's.
         """
         name = self.name_of(module, key)
-        # Nobody asks for what is not there, and looking again may ask just that.
+        # What is not there needs no answer, and `look_again` below may itself ask for it.
         if name is None or module._parameters.get(key) is None or not self.structure.is_inside():
             return None
         self.look_again()

@@ -1,7 +1,7 @@
 """A managed leaf: the named tensors of one module, on the host and in the arena.
 
-`Masters` is what they are on the host, as the engine was told. `Leaf` follows them when they are
-replaced, and views them where they lie in a slot of the arena.
+`Masters` is what they are on the host, as the engine knows them. `Leaf` follows them when they are
+replaced, and makes views of their copies in a slot of the arena.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Pieces(Protocol):
     """What a layer asks of the host memory of its model's masters."""
 
     def coded_at(self, address: int) -> CodedMaster | None:
-        """Return the coded master of the tensor that lies at `address`."""
+        """Return the coded master of the tensor that is at `address`."""
 
     def count_uses(self, left: Iterable[int], entered: Iterable[int]) -> None:
         """Note which masters a layer has left and which it uses from now on, by address."""
@@ -99,7 +99,7 @@ class Structure(Protocol):
 
 
 class Masters:
-    """The named tensors of one module, as they lie on the host at one moment.
+    """The named tensors of one module, as they are on the host at one moment.
 
     Nothing in it changes: a master that is replaced makes another one.
 
@@ -108,7 +108,7 @@ class Masters:
     kind : Leaf, or a type of it
         Whose names they have, in the order that the engine knows them.
     tensors : dict
-        What lies there under these names; None, or no entry, where there is nothing.
+        What is there under these names; None, or no entry, where there is nothing.
     """
 
     def __init__(self, kind: Leaf | type[Leaf], tensors: Any) -> None:
@@ -151,7 +151,7 @@ class Masters:
         return [(row[0], row[1]) for row in self._noted if row[1] is not None]
 
     def are(self, tensors: Any) -> bool:
-        """Whether these are the tensors that lie there now, at the same place and of one layout."""
+        """Whether these are the tensors that are there now, with the same addresses and layouts."""
         for name, tensor, address, stride, numel, dtype in self._noted:
             now = tensors.get(name)
             if now is not tensor:
@@ -180,7 +180,7 @@ class Masters:
                 yield now[0], (before._storages[now[0]], now[1] is not then[1])
 
     def holds_alone(self, name: str) -> bool:
-        """Whether nothing but this object holds the tensor of `name`: nobody can bring it back."""
+        """Whether only this object holds the tensor of `name`: no other code can bring it back."""
         (row,) = (row for row in self._noted if row[0] == name)
         # `_noted`, `present`, perhaps `read`, and the argument of the call below.
         own_references = 3 + any(tensor is row[1] for tensor in self.read)
@@ -204,14 +204,14 @@ class Leaf:
     required: tuple[str, ...]  # without which it computes nothing
     backward_reads: tuple[str, ...]  # those whose values a derivative asks for
     lends_to_code: ClassVar[bool] = False  # the module's own forward computes: see `layers.any`
-    around_call: ClassVar[bool] = False  # to what stands in ``module.forward``, whatever that is
-    needs_place: ClassVar[bool] = True  # in the arena; else it is read where it lies, if locked
+    around_call: ClassVar[bool] = False  # to ``module.forward``, whichever function that is now
+    needs_place: ClassVar[bool] = True  # in the arena; else it is read in host memory, if locked
     has_buffers: ClassVar[bool] = False  # the module may have some, which are none of its tensors
     floating: ClassVar[bool] = True  # so are its plain Parameters, all of them
-    coded: Sequence[CodedMaster] = ()  # what the engine was told of its masters
+    coded: Sequence[CodedMaster] = ()  # those of its masters that the engine knows as coded
     waits: ClassVar[bool] = False  # for its model to be attached; see `aitoolkit.single_layers`
     moving = False  # `follow` is under way, in some thread
-    left: Mapping[int, int] = {}  # where a master lay by where it lies since it is coded no more
+    left: Mapping[int, int] = {}  # a master's old address by its new one, since it is not coded
 
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
         self.module = weakref.ref(module)
@@ -274,7 +274,7 @@ class Leaf:
         """Make the tensors of a module its own, before they become masters."""
 
     def places(self, module: nn.Module) -> Any:
-        """Return what `get` answers of which tensor lies under a name now."""
+        """Return an object whose `get` returns the tensor that is under a name now."""
         return module._parameters
 
     def modules(self) -> list[nn.Module]:
@@ -287,7 +287,7 @@ class Leaf:
         return key if key in self.names else None
 
     def read(self, module: nn.Module, key: str) -> Tensor | None:
-        """Return what ``module.<key>`` answers; None where that is what lies there."""
+        """Return what ``module.<key>`` is; None where that is what the module itself has there."""
         return None
 
     def traced_read(self, module: nn.Module, key: str) -> Tensor | None:
@@ -295,7 +295,7 @@ class Leaf:
         return None
 
     def placed_again(self, value: Any) -> Any:
-        """Return what is to lie under a name, where code assigns `value` that it has read."""
+        """Return what is to be put under a name, where code assigns `value` that it has read."""
         return value
 
     def keys_of(self, module: nn.Module) -> set[str]:
@@ -303,7 +303,7 @@ class Leaf:
         return set(self.names)
 
     def is_lending(self) -> bool:
-        """Whether device tensors stand in the places of the masters now."""
+        """Whether device tensors are in the places of the masters now."""
         return False
 
     # ---- masters ----
@@ -317,9 +317,9 @@ class Leaf:
         return self.masters.extents()
 
     def told(self, masters: Masters) -> list[Extent]:
-        """Return what the engine is told of `masters`: where they lie, coded where they are.
+        """Return the extents of `masters` for the engine, of their codes where they are coded.
 
-        Those are in `coded` from then on.
+        The coded ones are in `coded` from then on.
         """
         found: list[Extent] = []
         coded: list[CodedMaster] = []
@@ -353,7 +353,7 @@ class Leaf:
         return any(coded.start in starts and coded.was_written() for coded in self.coded)
 
     def has_only_moved(self, then: int, now: int) -> bool:
-        """Whether what lies at `now` is the master that lay at `then`, or that one's copy."""
+        """Whether what is at `now` is the master that was at `then`, or that one's copy."""
         return now == then or then == self.left.get(now)
 
     def stamp(self) -> int:
@@ -361,7 +361,7 @@ class Leaf:
         return version_of(self.masters.present)
 
     def is_current(self) -> bool:
-        """Whether the masters are what the engine was told of."""
+        """Whether the masters are those that the engine knows."""
         return self.masters.are(self.parameters)
 
     def has_moved(self) -> bool:
@@ -369,7 +369,7 @@ class Leaf:
         return self.module() is None or not self.is_current()
 
     def has_plain_masters(self) -> bool:
-        """Whether what lies in the parameters' places now can be managed."""
+        """Whether what is in the parameters' places now can be managed."""
         for name in self.names:
             tensor = self.parameters.get(name)
             plain = is_plain_master(tensor, self.floating)
@@ -388,10 +388,10 @@ class Leaf:
         self.parameters = {}
 
     def replaced_for_good(self) -> Iterator[tuple[Tensor, bool]]:
-        """Yield masters that replaced one which nobody holds, and whether something holds them too.
+        """Yield masters whose predecessor is freed, and whether other code holds their memory too.
 
-        Where somebody holds the one from before, a swap for a while is likely (weights of an EMA),
-        and the new memory is left to whoever will take it back.
+        Where other code still holds the predecessor, a swap for a while is likely (weights of an
+        EMA), and the new memory is left to the code that will take it back.
         """
         for name, tensor in self.masters.named():
             before, reassigned = self.replaced.get(name, (None, False))
@@ -401,8 +401,8 @@ class Leaf:
     def why_lost(self) -> str:
         """Say why the module is no leaf of ours any more; empty where it is, or may be again.
 
-        A Parameter of another kind (quantised) is to stay if nobody but this object holds the one
-        from before, and so could bring it back.
+        A Parameter of another kind (quantised) is to stay if only this object holds the one from
+        before: then no other code can bring that back.
         """
         module = self.module()
         if module is None:
@@ -437,8 +437,8 @@ class Leaf:
         Parameters
         ----------
         lasting : bool
-            The new memory is known to be nobody else's, and to stay: it becomes locked memory. Else
-            `Attachment.take_over` decides.
+            The new memory is known to stay, and no other code uses it: it becomes locked memory.
+            Else `Attachment.take_over` decides.
         """
         if not self.has_plain_masters():
             if self.attachment.let_go_if_lost(self):
@@ -451,7 +451,7 @@ class Leaf:
         return True
 
     def follow(self) -> None:
-        """Tell the engine of plain masters where they lie now.
+        """Tell the engine where plain masters are now.
 
         The engine knows the new place before this object does. What another thread takes in
         between, a loan gives back unread. Where the engine refuses, it goes on copying from where
@@ -496,7 +496,7 @@ class Leaf:
         )
 
     def view_at(self, address: int) -> Tensors:
-        """Return the tensors as they lie in the slot at `address`; they never require grad.
+        """Return the tensors as they are in the slot at `address`; they never require grad.
 
         Autocast and autograd know tensors by identity, so a view that required grad could be cached
         beyond its stay.
@@ -546,7 +546,7 @@ def version_of(tensors: Sequence[Tensor]) -> int:
 def unfit_tensor(
     key: str, tensor: Tensor, floating: bool = True, plain: type[Tensor] = nn.Parameter
 ) -> str:
-    """Say why a tensor, wherever it lies, cannot become a master; empty where it can.
+    """Say why a tensor, on whichever device, cannot become a master; empty where it can.
 
     `floating`: whether it has to be of a floating dtype. `plain`: of which class it has to be.
     """
@@ -565,7 +565,7 @@ def is_plain_master(tensor: Any, floating: bool = True) -> bool:
     """Whether `tensor` can be a host master: a dense, plain Parameter in CPU memory.
 
     `floating`: whether it has to be of a floating dtype.
-    A tensor that is no Parameter stands in one's place for a while (``functional_call``).
+    A tensor that is no Parameter replaces one for a while only (``functional_call``).
     """
     return (
         type(tensor) is nn.Parameter

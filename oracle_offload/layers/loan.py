@@ -48,7 +48,7 @@ Needs = tuple[bool, ...]  # whether the input's gradient is wanted, and that of 
 
 
 def forward_kind(task: int, training: bool) -> int:
-    """Return what the engine is told of a forward in a graph task, -1 for none."""
+    """Return the engine's kind of use for a forward in a graph task, -1 for none."""
     if task != -1:
         return RECOMPUTE
     return RECORDED if training else FORWARD
@@ -62,7 +62,7 @@ class Borrower(Leaf):
     wants_memory = False  # its code asks a weight for its address, and not operators alone
 
     def lend(self, kind: int, task: int, seconds: float, dtype: Cast, compute: Compute) -> Any:
-        """Return ``compute(tensors)`` of the tensors as they lie in a slot.
+        """Return ``compute(tensors)`` of the tensors as they are in a slot.
 
         The whole life of a loan: what takes also gives back, whatever happens in between. Torch's
         stream waits for the copy, the host does not.
@@ -181,7 +181,7 @@ class Borrower(Leaf):
         return profiler.record_function(f"{self.name} ({what})")
 
     def adopt(self, *, lasting: bool = False) -> bool:
-        """Follow what stands in the places of the masters now; see `Leaf.adopt`.
+        """Follow what is in the places of the masters now; see `Leaf.adopt`.
 
         Raises
         ------
@@ -251,7 +251,7 @@ class Layer(Borrower, ABC):
         x : Tensor
             The input.
         trained : tuple
-            For each tensor what stands for it in the graph, None where it needs no gradient.
+            For each tensor what represents it in the graph, None where it needs no gradient.
         tensors : tuple
             On the device; they must not be kept.
         """
@@ -326,7 +326,7 @@ class Layer(Borrower, ABC):
                 if name in self.required or tensor is not own.get(name)
             ),
         )
-        # What lies on the host is copied, on the simulated device too; but a copy closes gaps.
+        # What is on the host is copied, on the simulated device too; but a copy closes gaps.
         return tuple(
             [
                 t if t is None else t.to(device, copy=t.device.type == "cpu" and is_dense(t))
@@ -414,8 +414,8 @@ class Loan(Function):
     """A layer's operator in autograd's graph: ``apply(x, layer, cast, *trained)``.
 
     `cast` is the dtype of autocast, None where it is off. `trained` holds, for each tensor of the
-    layer, None or what stands for it where it is trainable; nothing where none is. It only tells
-    autograd where gradients go.
+    layer, what represents it in the graph, or None where it is not trainable; it is empty where
+    none is. It only tells autograd where gradients go.
     """
 
     @staticmethod

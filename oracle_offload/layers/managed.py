@@ -11,7 +11,7 @@ BASE = "_oracle_offload_base"  # that of its class: the class it had before atta
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether the weights lie on the host: not once the class was replaced."""
+    """Whether the weights are on the host: not once the class was replaced."""
     layer: Any = module.__dict__.get(HANDLE)
     return hasattr(type(module), BASE) and layer is not None and not layer.waits
 

@@ -120,11 +120,11 @@ class QuantisedLayer(Traced):
                 parameter.__dict__["module"] = None
 
     def places(self, module: nn.Module) -> Any:
-        """Return what answers which tensor lies at a path now."""
+        """Return what finds the tensor that is at a path now."""
         return Places(module)
 
     def has_plain_masters(self) -> bool:
-        """Whether what lies there now is quantised like what lay there at attach."""
+        """Whether what is there now is quantised like what was there at attach."""
         module = self.module()
         if module is None or format_of(module) is not self.format:
             return False
@@ -147,9 +147,9 @@ class QuantisedLayer(Traced):
         return ""
 
     def _bring_wrappers_home(self, module: nn.Module) -> None:
-        """Say of weights that were quantised on a device that they lie on the host now.
+        """Correct the device of weights that were quantised on a device: they are on the host now.
 
-        A tensor that is made of others notes its device once and for all.
+        A tensor that is made of others records its device once, when it is made.
         """
         copy = Copy(self._own(), self.format.holders, {})
         for key, parameter in module._parameters.items():
@@ -223,7 +223,7 @@ class QuantisedLayer(Traced):
         return self.clock, module._parameters.get("bias")
 
     def is_given(self, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether the bias is the master that lies there now; no other tensor is given."""
+        """Whether the bias is the master that is there now; no other tensor is given."""
         return bias is None or self.is_master("bias", bias)
 
     def check_given(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -234,12 +234,12 @@ class QuantisedLayer(Traced):
         return computing_in(self.device_type, arguments[3])
 
     def as_told(self, y: Tensor, *arguments: Any) -> Tensor:
-        """Return a result as a compiler was told of it."""
+        """Return a result as a compiler expects it."""
         features, dtype, *_ = arguments
         if y.dtype is not dtype or y.shape[-1] != features:
             raise OffloadError(
                 f"managed layer '{self.name}' returns {y.shape[-1]} features of {y.dtype}, and not "
-                f"{features} of {dtype} as compiled code was told. Leave it resident with "
+                f"{features} of {dtype} as compiled code was traced with. Leave it resident with "
                 "ignore_modules=[...], or do not compile what calls it."
             )
         return y.contiguous()
@@ -278,7 +278,7 @@ class QuantisedLayer(Traced):
     # ---- the copy over a slot ----
 
     def view_at(self, address: int) -> Tensors:
-        """Return the tensors as they lie in the slot at `address`."""
+        """Return the tensors as they are in the slot at `address`."""
         slot = Slot(super().view_at(address))
         slot.wrappers = {}
         self.views[address] = slot
@@ -462,7 +462,7 @@ class QuantisedLayer(Traced):
     def _try(self, x: Tensor) -> None:
         """Find out, before its first call, what the library's code asks of its weights.
 
-        Neither the random numbers, nor those who note what autograd saves, hear of it.
+        It leaves random number generators unchanged, and no hook on saved tensors sees it.
         """
         device = self.state.device
         given = x.detach().requires_grad_(x.requires_grad)[...]  # autocast keeps casts of leaves
@@ -494,7 +494,7 @@ class QuantisedLayer(Traced):
             self._handles = self.masters, version, slot
         handles = self._handles[2]
         own = {k: p for k, p in module._parameters.items() if p is not None and p.requires_grad}
-        # What gets a gradient is made anew for each call.
+        # What gets a gradient is made again for each call.
         made = self.copy(module, tuple(handles) if own else handles)
         for key, parameter in own.items():
             made._parameters[key] = trained(parameter, self, made._parameters[key])
@@ -514,13 +514,13 @@ class QuantisedLayer(Traced):
         """Compute with whatever the module's tensors are now, brought to the compute device."""
         module: Any = self.module()
         base: Any = base_class(module)
-        if not is_managed(module):  # it was let go, and lies on the device
+        if not is_managed(module):  # it was let go, and is on the device
             return cast("Tensor", base.forward(module, x))
         with exempt():
             return cast("Tensor", base.forward(self._brought(module), x.to(self.state.device)))
 
     def _brought(self, module: nn.Module) -> Any:
-        """Return the module made again over copies on the device of what lies there now."""
+        """Return the module made again over copies on the device of what is there now."""
         with exempt():
             found, same = plain_tensors(module, self.format.holders)
             replaced = {}

@@ -2,7 +2,7 @@
 
 A managed module keeps its identity, its parameters and its class name; its class becomes a cached
 subclass whose ``forward`` computes with borrowed weights, or lends them to the class's own. The
-state lies in one instance attribute, `HANDLE`: without it (a deep copy, a detached module) the same
+state is in one instance attribute, `HANDLE`: without it (a deep copy, a detached module) the same
 forward is the base class's.
 """
 
@@ -33,7 +33,7 @@ ANSWERS_FOR = "_oracle_offload_answers_for"  # the class below; see `oracle_offl
 
 
 def _is_tracing_for_export() -> bool:
-    """Stand in for ``torch.compiler.is_exporting`` of torch 2.7, but where dynamo traces."""
+    """Replace ``torch.compiler.is_exporting`` of torch 2.7, except where dynamo traces."""
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
@@ -103,10 +103,10 @@ def managed_class(base: Any, below: Any) -> Any:
 
 @functools.cache
 def answering_class(base: Any, known: Any) -> Any:
-    """Return the class that stands between `base` and a managed class with a forward of its own.
+    """Return the class between `base` and a managed class with a forward of its own.
 
-    It answers where that asks ``super()``: Bart's and Gemma's embeddings scale the rows, Wan's
-    causal convolution pads its input. `known` is the forward of `base` that it stands for.
+    It runs where that calls ``super()``: Bart's and Gemma's embeddings scale the rows, Wan's
+    causal convolution pads its input. `known` is the forward of `base` that it replaces.
     """
 
     def forward(self: Any, input: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def answering_class(base: Any, known: Any) -> Any:
 def lending_class(base: Any, around_call: bool) -> Any:
     """Return the subclass of `base` in whose forward its leaf lends; one per base, same name.
 
-    `around_call`: for as long as a call takes, whatever stands in ``module.forward``.
+    `around_call`: for as long as a call takes, whatever function ``module.forward`` is.
     """
 
     def lending(name: str) -> Callable[..., Any]:
@@ -220,7 +220,7 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
         ):
             leaf.attachment.let_go_soon(leaf)
         elif leaf is not None and name == "forward" and "_diffusers_hook" in self.__dict__:
-            leaf.structure.settle_soon()  # which of its hooks came is told later
+            leaf.structure.settle_soon()  # only later it shows which of its hooks came
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         make, arguments, state, *rest = reduced(cast("Any", super(made, self)).__reduce_ex__(2))
@@ -317,7 +317,7 @@ def _follow_class(module: nn.Module) -> None:
 
 
 def managed_keys(module: nn.Module) -> set[str]:
-    """Return the keys of those Parameters of `module` that lie on the host."""
+    """Return the keys of those Parameters of `module` that are on the host."""
     if not is_managed(module):
         return set()
     leaf: Leaf = module.__dict__[HANDLE]
@@ -330,7 +330,7 @@ def _watched(leaf: Leaf, module: nn.Module) -> Container[str]:
 
 
 def resident_tensors(module: nn.Module) -> list[Tensor | None]:
-    """Return what a module has besides masters: Parameters and buffers."""
+    """Return the Parameters and buffers of a module that are no masters."""
     if not is_managed(module):
         return [*module._parameters.values(), *module._buffers.values()]
     leaf: Leaf = module.__dict__[HANDLE]
@@ -342,7 +342,7 @@ def resident_tensors(module: nn.Module) -> list[Tensor | None]:
 
 
 def apply_to_residents(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-    """``module._apply(fn)`` of what a module has besides masters; Parameters keep their order."""
+    """``module._apply(fn)`` of all tensors that are no masters; Parameters keep their order."""
     if all(tensor is None for tensor in resident_tensors(module)):
         return  # the common case, and the one that other threads may compute with meanwhile
     base: Any = base_class(module)
@@ -368,7 +368,7 @@ def weight_lists(module: nn.RNNBase, standing: Mapping[str, Any]) -> dict[str, l
     module : nn.RNNBase
         That keeps them.
     standing : mapping
-        By key, what is to stand there.
+        By key, what is to be there.
     """
     weights = [standing.get(name) for name in module._flat_weights_names]
     references = [None if weight is None else weakref.ref(weight) for weight in weights]
@@ -376,7 +376,7 @@ def weight_lists(module: nn.RNNBase, standing: Mapping[str, Any]) -> dict[str, l
 
 
 def list_weights(module: nn.RNNBase) -> None:
-    """Let the lists that ``nn.RNNBase`` keeps of its Parameters be of those that stand there."""
+    """Let the lists that ``nn.RNNBase`` keeps of its Parameters be of those that it has now."""
     module.__dict__.update(weight_lists(module, module._parameters))
 
 

@@ -7,8 +7,8 @@ the loan of `oracle_offload.layers.loan`, so the bits are those without a compil
 A compiler may drop what it believes to be pure. So ``advance`` follows each use, which says that it
 writes a tensor that lives on, `Attachment.sequence`. No operator reads that: a checkpoint's
 recompute of one block would need that of all blocks before it, and all would be computed again
-before the first backward. ``advance`` stands alone, because a checkpoint cannot save one of several
-results of an operator at a block's end.
+before the first backward. ``advance`` is an operator of its own, because a checkpoint cannot save
+one of several results of an operator at a block's end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _graph_task = torch._C._current_graph_task_id
 _constant: Callable[..., Any] = torch.compiler.assume_constant_result  # to a compiler
 _numbers = itertools.count()
 layers: dict[int, weakref.ref[Numbered]] = {}
-_kernels: dict[Any, Callable[..., Any]] = {}  # what an operator runs, for who stands before it
+_kernels: dict[Any, Callable[..., Any]] = {}  # what an operator runs, for a mode that sees it first
 _asks: list[weakref.ref[Numbered]] = []  # the leaf whose weight is read where a compiler looks on
 # What a compiler believes that such a read returns, and of which leaf's tensor: it counts writes.
 _believed: list[tuple[Tensor, weakref.ref[Numbered], str]] = []
@@ -127,7 +127,7 @@ class Numbered(Leaf):
 
 
 class Traced(Numbered, Layer, Readable):
-    """A layer that is one operator to a compiler, and can be told what its backward needs."""
+    """A layer that is one operator to a compiler, and can be given what its backward needs."""
 
     operator: ClassVar[Any]  # of those that `_define` made
 
@@ -141,7 +141,7 @@ class Traced(Numbered, Layer, Readable):
         return self.operate(module, x, dtype)
 
     def operate(self, module: Any, x: Tensor, dtype: torch.dtype | None, *arguments: Any) -> Tensor:
-        """Call the operator; `arguments` are what it takes beside tensors."""
+        """Call the operator; `arguments` are what it takes in addition to tensors."""
         if functorch_active():
             return cast("Tensor", untraced(self, x))  # which refuses
         if is_exporting():
@@ -153,12 +153,12 @@ class Traced(Numbered, Layer, Readable):
     # ---- what an operator asks for ----
 
     def given(self, module: Any) -> tuple[Any, Any]:
-        """Return what stands for weight and bias where a compiler looks on."""
+        """Return what represents weight and bias where a compiler traces."""
         masters = module._parameters
         return masters["weight"], masters.get("bias")
 
     def is_given(self, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether what an operator was given are the masters that lie there now, all of them."""
+        """Whether what an operator was given are the masters that are there now, all of them."""
         return self.is_master("weight", weight) and self.is_master("bias", bias)
 
     def is_master(self, name: str, used: Tensor | None) -> bool:
@@ -189,7 +189,7 @@ class Traced(Numbered, Layer, Readable):
         return contextlib.nullcontext()
 
     def as_told(self, y: Tensor, *arguments: Any) -> Tensor:
-        """Return a result as a compiler was told of it."""
+        """Return a result as a compiler expects it."""
         return y
 
     def compute_given(
@@ -209,7 +209,7 @@ class Traced(Numbered, Layer, Readable):
         return [gx, *(self.to_host(master, g) for master, g in pairs), None][:3]
 
     def to_host(self, master: Any, gradient: Tensor | None) -> Tensor | None:
-        """Return a gradient in the dtype of its parameter, where that lies."""
+        """Return a gradient in the dtype of its parameter, on the host as that is."""
         if gradient is None:
             return None
         gradient = gradient.to(master.dtype)
@@ -224,13 +224,13 @@ class Traced(Numbered, Layer, Readable):
         Parameters
         ----------
         ctx
-            Stands for that of the autograd function.
+            Used in the place of the autograd function's.
         x : Tensor or None
             The input, where a weight is trained.
         shape, stride : tuple of int
             Of the input.
         *arguments
-            What the operator takes beside tensors.
+            What the operator takes in addition to tensors.
         """
 
 
@@ -260,7 +260,7 @@ class WithInherited(Traced):
 
 
 class Kept:
-    """Stands for autograd's ``ctx`` where the compiled graph keeps what backward needs."""
+    """Replaces autograd's ``ctx`` where the compiled graph keeps what backward needs."""
 
     saved_tensors: tuple[Tensor, ...] = ()
     loan: Any = None
@@ -272,7 +272,7 @@ class Kept:
 
 @contextlib.contextmanager
 def above_autograd() -> Iterator[None]:
-    """Call torch as eager code does, so that whoever looks on sees the same operators."""
+    """Call torch as eager code does, so that dispatch modes see the same operators."""
     keys = torch._C.DispatchKey
     with (
         torch._C._SetExcludeDispatchKeyGuard(keys.AutogradFunctionality, False),
@@ -395,7 +395,7 @@ def _backward(
     return tuple([nothing if g is None else g for g in found])  # type: ignore[return-value]
 
 
-# ---- what a compiler is told of them ----
+# ---- what a compiler knows of them ----
 
 
 def _on(device: torch.device, tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
@@ -424,7 +424,7 @@ def _define(
 ) -> Any:
     """Define the two operators of a kind; return what calls the first.
 
-    `compute` and the gradients (of input and weight) are told apart by geometry alone.
+    From `compute` and the gradients (of input and weight) a compiler learns geometry alone.
     `reads_input`: whether backward does, where no weight is trained.
     """
 
@@ -477,7 +477,7 @@ def _define(
 def define_operator(
     name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
 ) -> Any:
-    """Define an operator that runs `kernel`, and of which compilers are told `fake`."""
+    """Define an operator that runs `kernel`, and that compilers trace by `fake`."""
     _library.define(name + schema, tags=_TAGS)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
@@ -542,7 +542,7 @@ def _autograd(
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return apply(keyset, *given)
         key, recorded = given[3], given[5]
-        if type(key) is not Tensor:  # whoever looks on makes a graph, of training under grad mode
+        if type(key) is not Tensor:  # a compiler makes a graph, of training under grad mode
             recorded = BY_GRAPH if torch.is_grad_enabled() else recorded
         elif recorded:
             _begin_forward(layer_of(key).state)
@@ -574,7 +574,7 @@ def _read(weight: Tensor, key: Tensor, device: torch.device, name: str) -> Tenso
     if not (layer.masters.are(layer.parameters) or layer.adopt()) or not layer.is_master(
         name, weight
     ):
-        with exempt():  # what stands in its place for a while
+        with exempt():  # a tensor that replaces it for a while
             return weight.to(device, copy=True)
     if weight.requires_grad:
         note_trainable(layer.state, task)
@@ -667,7 +667,7 @@ def _rows_gradient(
 ) -> Tensor:
     if not sparse:
         return torch.empty_like(weight)
-    # What its rows are hangs on values: a compiler is told of none, and asks for none.
+    # Which rows it has depends on values: a compiler is given none, and asks for none.
     return weight.new_empty(weight.shape, layout=torch.sparse_coo)
 
 

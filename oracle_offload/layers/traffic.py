@@ -51,7 +51,7 @@ class Traffic:
     runs_again, flops_again : int, float
         How often backward ran a forward operator again, and the operations of that.
     rows_read, rows_bytes : int
-        How often rows of a table were read where it lies on the host, and their bytes.
+        How often rows of a table were read in host memory, and their bytes.
     derived_bytes : dict of str to int
         Bytes computed from the weights of a layer, by name, that autograd keeps on the device until
         backward: casts, sums.
@@ -84,8 +84,8 @@ class Traffic:
         """Count host bytes that a layer computes with in the place of its own; warn once."""
         if nbytes and not self.computed_bytes:
             logger.warning(
-                "%s: layer '%s' is called with a weight that is computed on the host, or stands in "
-                "the place of its own. The results are right, but each call copies %s to the "
+                "%s: layer '%s' is called with a weight that is computed on the host, or replaces "
+                "its own for a while. The results are right, but each call copies %s to the "
                 "device, outside the arena. memory_summary() counts all such layers.",
                 self._name,
                 layer,
@@ -95,11 +95,11 @@ class Traffic:
             self.computed_bytes[layer] = nbytes
 
     def note_beside(self, layer: str, nbytes: int) -> None:
-        """Count weights that are copied beside the arena, for one operator; warn once."""
+        """Count weights that are copied outside the arena, for one operator; warn once."""
         if not self.beside_bytes:
             logger.warning(
                 "%s: code reads the weight of '%s' together with more than the arena holds, or "
-                "takes its address: %s are copied beside the arena for that, each time.",
+                "takes its address: %s are copied outside the arena for that, each time.",
                 self._name,
                 layer,
                 format_size(nbytes),

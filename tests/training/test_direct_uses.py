@@ -519,7 +519,7 @@ def test_an_operator_on_more_than_the_arena_holds_computes_beside_it(device, cap
     with attached(managed, device, vram_budget="600KiB") as manager:
         assert_models_agree(managed, resident, step_of(device), device=device)
         assert manager.attachment.traffic.beside_bytes
-    assert sum("beside the arena" in record.getMessage() for record in caplog.records) == 1
+    assert sum("outside the arena" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_threads_that_read_two_weights_in_turn_both_compute(device):
