@@ -46,7 +46,7 @@ NOTES: dict[str, dict[str, str]] = {
         "is no oracle_offload.Budget": (
             "`budget` takes an `oracle_offload.Budget(...)`; a size alone is `vram_budget`."
         ),
-        "beside budget=: give each": (
+        "next to budget=: give each": (
             "A budget says all five: `Budget(vram_budget=..., lock=...)`. Give none outside of it."
         ),
         "and none of the rates": (
@@ -847,7 +847,7 @@ NOTES: dict[str, dict[str, str]] = {
             "The descriptor that came is none of rank 0's memory: something between the ranks, a "
             "sandbox say, has put another in its place. Attach without `share`."
         ),
-        "writing() and refresh() stand in a block of writing()": (
+        "writing() and refresh() are in a block of writing()": (
             "The inner call would end the outer one's right to write: leave the block, which "
             "refreshes by itself."
         ),

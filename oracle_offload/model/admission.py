@@ -74,7 +74,7 @@ def build_masters(
     """Move the weights into masters, and add to `moved` those that have left a device.
 
     With `loading`, their values come from its files. What `coder` wants and makes smaller becomes
-    coded masters. What is frozen lies in memory that the ranks of `share` have together.
+    coded masters. What is frozen is in memory that the ranks of `share` have together.
     """
     aliases: dict[int, list[Tensor]] = {}
     for leaf in (leaf for unit in units for leaf in unit):
@@ -233,7 +233,7 @@ def take_over_calls(layers: Sequence[Leaf]) -> None:
 
 
 def take_anew(structure: Attached, root: nn.Module, called: Iterable[nn.Module | None]) -> bool:
-    """Manage what stands where layers were let go, as `attach` would: it was quantised, say.
+    """Manage what replaced layers that were let go, as `attach` would: it was quantised, say.
 
     What cannot be managed, for want of memory too, is left as it is.
 
@@ -281,5 +281,5 @@ def take_anew(structure: Attached, root: nn.Module, called: Iterable[nn.Module |
         attachment.layers[:] = sorted(
             attachment.layers, key=lambda layer: order.get(layer.name, len(order))
         )
-    logger.info("%s: %d layers are managed anew", attachment.name, len(layers))
+    logger.info("%s: %d layers are managed again", attachment.name, len(layers))
     return len(chosen) > len(fresh)

@@ -1,8 +1,8 @@
 """What an attached model answers to code that knows nothing of us: where it is, what a copy is.
 
-Its weights lie on the host, the rest of it on the device. To everybody else it is *on the device*:
+Its weights are on the host, the rest of it on the device. To other code it is *on the device*:
 transformers' ``generate`` and diffusers' pipelines put what they make where ``model.device`` says,
-which otherwise is where its first parameter lies. A deep copy is an ordinary model on the host.
+which otherwise is the device of its first parameter. A deep copy is an ordinary model on the host.
 
 The root, and parts with a property ``device``, become instances of a cached subclass of their class
 with its name. Classes of managed modules (`oracle_offload.layers.swap`) are derived from that.

@@ -20,9 +20,9 @@ _LEAST_STAGING = 4 * _core.ALIGNMENT  # that the engine takes
 class Arena:
     """The segments of one model, in ordinary torch allocations.
 
-    It begins with one and grows by further ones beside it, so that it never holds more than it
-    lends. There are few of them, because no unit spans two. What a budget that adapts adds is one
-    segment more, which goes back when another size is due.
+    It begins with one and grows by further ones, which leave the first in place, so that it never
+    holds more than it lends. There are few of them, because no unit spans two. What a budget that
+    adapts adds is one segment more, which is given back when another size is due.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class Arena:
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory that coded weights pass through, besides the arena."""
+        """Device memory that coded weights pass through, in addition to the arena."""
         return 0 if self._staging is None else self._staging.nbytes
 
     def lend_staging(self, nbytes: int) -> None:

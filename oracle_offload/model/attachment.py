@@ -75,7 +75,7 @@ class Attachment:
     compressed_because : str
         Why ``compress="auto"`` compresses what it does.
     lost : dict of str to weak references
-        The layers that were let go, by name: what stands there now may be managed anew.
+        The layers that were let go, by name: what replaced them may be managed again.
     is_attached : bool
         Whether the engine knows the model still.
     """
@@ -115,7 +115,7 @@ class Attachment:
             # In compiled code each use of a layer writes it.
             self.sequence = torch.zeros(1, device="cpu")
         self._pid = os.getpid()
-        self._replaced_outside = False  # masters lie in no piece, perhaps only for a while
+        self._replaced_outside = False  # masters are in no piece, perhaps only for a while
         self._replaced_warning_shown = False
         self._lost_warning_shown = False
         self._left_codes_shown = False
@@ -141,7 +141,7 @@ class Attachment:
 
     @property
     def weights(self) -> Weights:
-        """What there is to place by now: layers are let go and taken anew after attach."""
+        """What there is to place by now: layers are let go and managed again after attach."""
         all_locked, arena = self.pieces.budget.locks_all, self.arena
         layers = [one for one in list(self.layers) if one.needs_place or not all_locked]
         streamed = sum(unit_bytes(layer.tensors()) for layer in layers)
@@ -157,7 +157,7 @@ class Attachment:
     def x_min_bytes(self) -> int:
         """Least bytes a step can move to the device: max(0, W - C) a sweep, docs/how-it-works.md.
 
-        W counts the weights that the sweep needs, without tables that are read where they lie: the
+        W counts the weights that the sweep needs, without tables that are read in host memory: the
         padding between them need not travel. Where some are compressed, those travel that get
         smallest.
         """
@@ -179,10 +179,10 @@ class Attachment:
         return int(least)
 
     def _sweeps(self) -> list[set[int] | None]:
-        """Return the units that the last forward and its backward used; None stands for all.
+        """Return the units that the last forward and its backward used; None means all.
 
         One sweep where there are only forwards that nothing records; two of all units while no
-        backward has told which of them it needs.
+        backward has shown which of them it needs.
         """
         visits = self.state.engine.visits(self.model)
         sweeps: list[tuple[bool, set[int]]] = []
@@ -232,7 +232,7 @@ class Attachment:
         return min(stats["largest_unit_bytes"], self.arena.floor_bytes // 2)
 
     def look_ahead_units(self) -> int:
-        """Return how many of the largest units lie in the arena beside the one in use."""
+        """Return how many of the largest units the arena holds in addition to the one in use."""
         largest = self._largest_unit(self.state.engine.stats(self.model))
         return max(0, self.arena.capacity_bytes // max(1, largest) - 1)
 
@@ -356,7 +356,7 @@ class Attachment:
             self._replace_arena(max(size, self.arena.floor_bytes), "the end of set_budget")
             self._size_to_restore = None
         except (OffloadError, MemoryError, torch.OutOfMemoryError) as error:
-            self.state.turned = True  # the next forward that records begins anew
+            self.state.turned = True  # the next forward that records begins again
             logger.log(
                 level,
                 "%s: the arena stays at %s after the block of set_budget, and is tried again "
@@ -446,7 +446,7 @@ class Attachment:
             self.state.engine.refresh(self.model)  # nothing is copied until the next use
 
     def after_step(self) -> None:
-        """Take the bytes that moved since the last optimizer step, and free what nobody holds."""
+        """Take the bytes that moved since the last optimizer step, and free what is unused."""
         if not self.is_attached:
             return
         stats = self.state.engine.stats(self.model)
@@ -520,7 +520,7 @@ class Attachment:
                 self._warn_of_replaced()
 
     def _outside(self, layers: Iterable[Leaf]) -> list[Tensor]:
-        """Return the masters that lie in no piece."""
+        """Return the masters that are in no piece."""
         tensors = (tensor for layer in layers for tensor in layer.tensors())
         return [tensor for tensor in tensors if self.pieces.at(tensor.data_ptr()) is None]
 
@@ -631,7 +631,7 @@ class Attachment:
         return [] if share.ranks.is_first else shared
 
     def is_shared(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in memory that ranks share, or is made of some that do."""
+        """Whether a tensor is in memory that ranks share, or is made of some that are."""
         if is_wrapper(tensor):
             inner = attributes_of(tensor).values()
             return any(isinstance(part, Tensor) and self.is_shared(part) for part in inner)
@@ -673,7 +673,7 @@ class Attachment:
         """Make a layer an ordinary one for good if its class or weights were replaced or taken.
 
         Its masters are given back. When the structure settles, what the layer holds now is managed
-        anew if it can be (it was quantised); else it is moved to the device, like everything that
+        again if it can be (it was quantised); else it is moved to the device, like everything that
         is not managed, and `MemoryManager.resident` has it.
         """
         with self.state.lock:
@@ -719,7 +719,7 @@ class Attachment:
                     self._maybe_lost.append(each)
 
     def warn_of_lost(self) -> None:
-        """Say once that a layer was let go, and could not be managed anew."""
+        """Say once that a layer was let go, and could not be managed again."""
         for name in self.lost:
             if name in self.reasons and not self._lost_warning_shown:
                 self._lost_warning_shown = True
@@ -757,7 +757,7 @@ class Attachment:
             close_if_unused(self.state)
 
     def own_weights(self) -> None:
-        """Copy what lies in files still to memory, once all else was given back."""
+        """Copy what is in files still to memory, once all else was given back."""
         left = self.pieces.own()
         if left:
             logger.warning(
@@ -853,7 +853,7 @@ class Attachment:
             for layer in list(self.layers):
                 self._release_layer(layer)
             self.layers.clear()
-            Layout.version += 1  # what lies there next is no master
+            Layout.version += 1  # what is there next is no master
 
     def _release_layer(self, layer: Leaf) -> None:
         self.state.forget_member(layer.unit, layer.member)

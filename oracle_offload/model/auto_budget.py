@@ -1,8 +1,8 @@
 """The budget that adapts: how large an arena may be, by what each step left of the device.
 
 The first step runs on the floor. From then on the arena takes what is left of the device at the
-peak of a step, less a margin; a step that ran out of memory takes from it, calm gives back. The law
-stands here alone, without torch: numbers go in, a size comes out.
+peak of a step, less a margin; a step that ran out of memory takes from it, calm gives back. This
+file has the rule alone, without torch: numbers go in, a size comes out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Reading:
         As the driver tells. Shared memory, to which Windows (WDDM) moves what does not fit, counts
         in neither.
     reserved_bytes : int
-        Held by torch's allocator: the arenas, tensors, and what is cached for nobody.
+        Held by torch's allocator: the arenas, tensors, and cached blocks that are not in use.
     peak_bytes : int
         The most that was allocated at once, arenas included, since any of them changed.
     failures : int
@@ -82,7 +82,7 @@ class AutoBudget:
     last : Change or None
         The latest of these changes.
     window : int
-        Steps since peaks were last forgotten; at 1 torch's peak is to begin anew.
+        Steps since peaks were last forgotten; at 1 torch's peak is to be reset.
     """
 
     def __init__(self, failures: int = 0) -> None:
@@ -144,7 +144,7 @@ class AutoBudget:
         return _change(capacity, capacity + grown, "a step left room")
 
     def changed(self, change: Change, size: int) -> None:
-        """Take note that the arena was told to change, and is of `size` now."""
+        """Take note that the arena was made to change, and is of `size` now."""
         self._calm = 0
         self.changes += 1
         self.last = Change(size, change.why)

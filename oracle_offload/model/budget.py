@@ -109,7 +109,7 @@ def budget_of(budget: Any, **given: Any) -> Budget:
     Raises
     ------
     ValueError
-        It is no `Budget`, or fields are given beside it.
+        It is no `Budget`, or fields are given in addition to it.
     """
     if "offload_percent" in given and given["offload_percent"] is None:
         raise ValueError("offload_percent=None is not a number in [0, 1]")
@@ -120,7 +120,7 @@ def budget_of(budget: Any, **given: Any) -> Budget:
     defaults = {one.name: one.default for one in fields(Budget)} | {"offload_percent": 1.0}
     beside = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]
     if beside:
-        raise ValueError(f"{', '.join(beside)} beside budget=: give each in the Budget alone")
+        raise ValueError(f"{', '.join(beside)} next to budget=: give each in the Budget alone")
     return budget
 
 

@@ -26,7 +26,7 @@ HALF_BYTES = 64 * MIB  # of each of the two buffers
 
 
 class _Part(NamedTuple):
-    """So many bytes of a tensor, from `begin` on, that lie at `place` of a half on their way."""
+    """`nbytes` of a tensor, from `begin` on, which are at `place` of a half on their way."""
 
     tensor: Tensor
     begin: int
@@ -42,7 +42,7 @@ class Intake:
     state : DeviceState
         The device whose engine locks the buffers.
     nbytes : int
-        Of the weights that lie there; 0 for none, and then nothing is locked.
+        Of the weights that are there; 0 for none, and then nothing is locked.
     """
 
     def __init__(self, state: DeviceState, nbytes: int) -> None:
@@ -100,7 +100,7 @@ class Intake:
         buffer : HostBuffer
             Where they go.
         on_bytes : callable
-            Told how many bytes have arrived, again and again.
+            Called with how many bytes have arrived, again and again.
         on_arrival : callable
             Given each tensor once all of it has arrived, and its offset.
         """
@@ -132,7 +132,7 @@ class Intake:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a dense tensor as they lie in memory."""
+    """Return the bytes of a dense tensor as they are in memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -217,6 +217,6 @@ def distinct(units: Iterable[Unit]) -> list[Tensor]:
 
 
 def _device_of(owner: nn.Module) -> torch.device:
-    """Return where the tensors of a module lie that has some."""
+    """Return the device of the tensors of a module that has some."""
     own = itertools.chain(owner.parameters(recurse=False), owner.buffers(recurse=False))
     return next(own).device

@@ -64,7 +64,7 @@ class Loading:
     ) -> None:
         self._module = module
         self._quantiser = None if quantize is None else Quantiser(module, quantize)
-        # What was quantised lies in ordinary memory: at most one piece of it is there twice.
+        # What was quantised is in ordinary memory: at most one piece of it is there twice.
         self.piece_bytes = None if quantize is None else _QUANTISED_PIECE_BYTES
         self._reader = Reader()
         self._swapped: list[tuple[Tensor, Tensor]] = []
@@ -138,12 +138,12 @@ class Loading:
         return id(tensor) in self._to_come
 
     def origin(self, tensor: Tensor) -> Origin | None:
-        """Return where the bytes of `tensor` lie, if they lie in one file as they are."""
+        """Return where the bytes of `tensor` are, if one file has them unchanged."""
         _, source = self._to_come[id(tensor)]
         return source.origin(tensor)
 
     def skip(self, tensor: Tensor) -> None:
-        """Read nothing for `tensor`: it lies in the file that has its values."""
+        """Read nothing for `tensor`: it is in the file that has its values."""
         self._to_come.pop(id(tensor))
 
     def identity(self) -> list[list[int | str]]:
@@ -217,7 +217,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
     """Return a host tensor with the shape, dtype and attributes of `tensor`, and no memory."""
     stride = tensor.stride() if is_dense(tensor) else contiguous_stride(tensor.shape)
     with torch.inference_mode(False), torch.no_grad():
-        # Nobody touches it.
+        # No code touches its memory.
         made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu")
         made.untyped_storage().resize_(0)
         if isinstance(tensor, nn.Parameter):

@@ -2,9 +2,9 @@
 
 Most systems lock whatever they are asked for. WSL2, Windows and containers have a wall, from some
 hundred megabytes to half of the memory, which registration and allocation of page-locked memory
-share. Where it stands is not told. So the rings, without which nothing else could be copied well,
-are reserved first; when a piece is refused, the wall is found by trial, and what lies beyond it
-less a headroom is given back: torch's own pinned memory (a DataLoader's) needs some as well.
+share. No call says where the wall is. So the rings, without which nothing else could be copied
+well, are reserved first; when a piece is refused, the wall is found by trial. What is beyond the
+wall less a headroom is given back: torch's own pinned memory (a DataLoader's) needs some as well.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class LockBudget:
         engine = self._state.engine
         locked = self._locked_bytes()
         if self._refusal is None and locked >= WORTH_PROBING_BYTES:
-            # With that much beside it, what is locked is 19 parts of 20, or the room is enough.
+            # With that much more, what is locked is 19 parts of 20, or the room is enough.
             scratch = HostBuffer(min(HEADROOM_BYTES, locked // (HEADROOM_SHARE - 1)))
             if engine.lockable(scratch) < scratch.nbytes:
                 self._meet_wall("no headroom was left", scratch)
@@ -132,7 +132,7 @@ class LockBudget:
         self._tell_refusal(pieces)
 
     def allows(self, nbytes: int, masters: Sequence[Lockable]) -> bool:
-        """Whether `nbytes` may be locked beside the masters: where all are, and met no wall."""
+        """Whether `nbytes` more may be locked: where all masters are, and no wall was met."""
         whole = sum(piece.buffer.nbytes for piece in masters)
         locked = sum(piece.locked_bytes for piece in masters)
         return self._refusal is None and locked >= whole and whole + nbytes <= self._limit
@@ -195,8 +195,8 @@ class LockBudget:
         unlocked = sum(piece.buffer.nbytes - piece.locked_bytes for piece in pieces)
         if not unlocked or not self._limit:
             logger.warning(
-                "%s: the system refused page-locked memory beside the weights (%s); copies that "
-                "need some are slower.",
+                "%s: the system refused page-locked memory in addition to the weights (%s); copies "
+                "that need some are slower.",
                 self._name,
                 self._refusal,
             )

@@ -4,9 +4,9 @@ A piece is one `HostBuffer` of about 1 GiB. It is touched and filled, the origin
 it is locked while the next piece is filled, so that the process never holds more than the weights
 and one or two pieces. Where the system does not lock all of it, its beginning is locked, up to a
 cut: a page at which a unit begins, so that no tensor is locked by half. A `Parameter` keeps its
-identity: only ``.data`` is re-pointed, to a tensor whose storage is exactly its own bytes. So torch
-itself counts who holds a master, and a piece is given back, as a whole, when nobody holds any of
-it.
+identity: only ``.data`` is re-pointed, to a tensor whose storage is exactly its own bytes. So
+torch itself counts the references to a master, and a piece is given back, as a whole, when no
+reference to any of it is left.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ class Piece:
         Plain strided tensors on any device. Their ``.data`` is re-pointed into the new buffer and
         their old memory dropped. The buffer is ordinary memory still: nothing is locked here.
     on_bytes : callable, optional
-        Told how many bytes each tensor had, for a progress bar.
+        Called with how many bytes each tensor had, for a progress bar.
     node : int, optional
-        NUMA node that the memory shall lie on, as far as threads may run there; -1 for any.
+        NUMA node that the memory shall be on, as far as threads may run there; -1 for any.
     files : Files, optional
         Where the values of those tensors come from that have none yet.
     coder : Coder, optional
@@ -145,7 +145,7 @@ class Piece:
     is_shared : bool
         Whether other ranks have it as well.
     uses : int
-        How many tensors of managed layers lie in it.
+        How many tensors of managed layers are in it.
     cuts : list of int
         Offsets up to which it can be locked; the last is its size.
     locked_bytes : int
@@ -334,7 +334,7 @@ def move_into(tensor: Tensor, buffer: HostBuffer, offset: int) -> None:
 
 
 def share_memory(master: Tensor, others: Iterable[Tensor]) -> None:
-    """Re-point ``.data`` of `others`, which lay where `master` was, to where it lies now."""
+    """Re-point ``.data`` of `others`, which shared the old memory of `master`, to the new one."""
     for other in others:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             other.data = torch.empty(0, dtype=master.dtype, device="cpu").set_(
@@ -407,7 +407,7 @@ class Pieces:
 
     @property
     def node(self) -> int:
-        """The NUMA node that they shall lie on: the device's, -1 where it has none."""
+        """The NUMA node that they shall be on: the device's, -1 where it has none."""
         return self._state.engine.numa_node
 
     def add(self, piece: Piece) -> None:
@@ -427,7 +427,7 @@ class Pieces:
                 self._mapped += piece.coded.values()
 
     def abandon(self, piece: Piece) -> None:
-        """Have `own` copy what lies in files of a piece that nobody will `note`."""
+        """Have `own` copy what is in files of a piece that will not be passed to `note`."""
         self._mapped += piece.coded.values()
         if self.share is not None:
             self.share.part(piece.buffer)
@@ -439,7 +439,7 @@ class Pieces:
             self._state.shares.append(share)
 
     def intake(self, tensors: Iterable[Tensor]) -> Intake:
-        """Return what takes those of `tensors` off the device that lie there, once entered."""
+        """Return what takes those of `tensors` off the device that are there, once entered."""
         there = sum(aligned(tensor_bytes(t)) for t in tensors if t.device == self._state.device)
         return Intake(self._state, there)
 
@@ -457,7 +457,7 @@ class Pieces:
         return self.budget.allows(nbytes, self.in_order())
 
     def coded_at(self, address: int) -> CodedMaster | None:
-        """Return the coded master of the tensor that lies at `address`."""
+        """Return the coded master of the tensor that is at `address`."""
         coded = self._coded.get(address)
         if coded is not None and coded.is_gone():
             with self._state.lock:
@@ -480,7 +480,7 @@ class Pieces:
             return list(self._coded.values())
 
     def at(self, address: int) -> Piece | None:
-        """Return the piece that the master of the tensor at `address` lies in."""
+        """Return the piece that the master of the tensor at `address` is in."""
         with self._state.lock:
             coded = self.coded_at(address)
             address = address if coded is None else coded.address
@@ -500,7 +500,7 @@ class Pieces:
                         coded.uses += change
 
     def take_out(self, tensors: Iterable[Tensor | None]) -> None:
-        """Move plain tensors that lie in a piece into memory of their own."""
+        """Move plain tensors that are in a piece into memory of their own."""
         for tensor in tensors:
             if tensor is None or type(tensor) is not nn.Parameter:
                 continue
@@ -530,7 +530,7 @@ class Pieces:
                 self.share = None
 
     def shared_at(self, address: int) -> bool:
-        """Whether the tensor at `address` lies in memory that ranks share."""
+        """Whether the tensor at `address` is in memory that ranks share."""
         if self.share is None:
             return False
         with self._state.lock:
@@ -539,7 +539,7 @@ class Pieces:
         return piece is not None and piece.is_shared and address < piece.end
 
     def own(self) -> int:
-        """Copy what still lies in mapped files to memory, as far as the host has room.
+        """Copy what is still in mapped files to memory, as far as the host has room.
 
         Returns
         -------

@@ -1,9 +1,9 @@
 """The order in which units are used, kept in a file from one run to the next, and their seconds.
 
-The engine learns the order in the first step, whose copies come late for that: a checkpoint
-recomputes what nobody could know of. An order that is known before serves the first step as well.
+The engine learns the order in the first step, whose copies come late for that: what a checkpoint
+recomputes cannot be known before. An order that is known before serves the first step as well.
 So do the seconds of forwards and the link's speed: by them the first samples are planned. They are
-those of a device, and pass for none on another.
+those of a device, and are not used on another.
 The file is of one model, known by its fingerprint. A file that is not is passed over with a line in
 the log, because what it says would cost late copies; and what this library has not written is never
 overwritten.
@@ -50,7 +50,7 @@ class Pace:
     device : str
         Its name.
     link_bps : int
-        Bytes that it receives in a second, counted as they lie on the device.
+        Bytes that it receives in a second, counted as they are on the device.
     forward_ns : tuple of int
         Nanoseconds of a forward of each unit, by its number in the model; 0: not known.
     """
@@ -95,7 +95,7 @@ class OrderFile:
     Parameters
     ----------
     path : str or path
-        The file, or the folder that it lies in; there it is named after the fingerprint.
+        The file, or the folder that it is in; there it is named after the fingerprint.
 
     Raises
     ------
@@ -142,7 +142,7 @@ class OrderFile:
         except Exception as error:  # whatever a file does, the model trains without it
             self._is_left_alone = not is_ours(self.path)
             logger.warning(
-                "%s: order_file=%r is not used, the order is learned anew: %s",
+                "%s: order_file=%r is not used, the order is learned again: %s",
                 attachment.name,
                 self.path,
                 error,

@@ -1,9 +1,9 @@
 """Code of other libraries that takes a model to be on one device: its tensors are brought together.
 
-For this process, from the first attach on. An average of trained weights goes where these are, at
-each update: its owner made it before attach, or moved it. A merge of adapters into managed weights
-computes on the host, where it writes. Where adapters are taken off an attached model with all that
-was attached, it is detached first: what is left would be nobody's, half of it on the host.
+For this process, from the first attach on. An average of trained weights is moved where these are,
+at each update: its owner made it before attach, or moved it. A merge of adapters into managed
+weights computes on the host, where it writes. Where adapters are taken off an attached model with
+all that was attached, it is detached first: the rest would have no manager, half of it on the host.
 FSDP, which puts shards in the place of Parameters, is refused for what is attached. DDP ignores
 what ranks share.
 """
@@ -47,7 +47,7 @@ _OF_PLAIN_LAYERS = (
 )  # takes layers of torch's own class alone
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # names, of the module that DDP wraps
 _HOST = torch.device("cpu")
-_done: set[Any] = set()  # functions that stand for a library's
+_done: set[Any] = set()  # functions that replace a library's
 _step_hooks: list[Any] = []
 
 
@@ -118,7 +118,7 @@ def _wrap(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leave_shared(begin: Callable[..., Any]) -> Callable[..., Any]:
-    """Let DDP ignore what ranks share: its first broadcast would write it where it lies."""
+    """Let DDP ignore what ranks share: its first broadcast would write to the shared memory."""
 
     def leave(parallel: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = module.__dict__
@@ -206,7 +206,7 @@ def _merge(merge: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _homes(adapter: nn.Module, base: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
-    """Yield the parts of an adapter that lie elsewhere than on the host, each with its device."""
+    """Yield the parts of an adapter that are not on the host, each with its device."""
     left_out = set(base.modules())
     for module in adapter.modules():
         if module not in left_out:

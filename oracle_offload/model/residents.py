@@ -1,4 +1,4 @@
-"""The parameters of a model that are not managed: why, how large they are, and where they lie."""
+"""The parameters of a model that are not managed: why, how large they are, and where they are."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def move_residents(
     pieces: masters.Pieces | None = None,
     leave_meta: bool = False,
 ) -> None:
-    """Move what `modules` themselves have besides masters to `device`, dtypes untouched.
+    """Move the tensors of `modules` themselves, except masters, to `device`, dtypes untouched.
 
     Shared tensors stay shared: a Parameter keeps its identity, a buffer that several modules hold
     is moved once. What a layer that was let go left among the masters in `pieces` leaves them. The
@@ -118,7 +118,7 @@ def _move_each(
     move: Callable[[Tensor], Tensor],
     replaced: dict[int, tuple[Tensor, nn.Parameter]],
 ) -> None:
-    """Move what `module` has besides masters where torch would swap tensors, and cannot.
+    """Move what `module` has, except masters, where torch would swap tensors, and cannot.
 
     It swaps those of libraries' classes, and none that something else refers to. What cannot even
     be re-pointed, because a graph holds it, is replaced, unless it is trained: an optimizer would

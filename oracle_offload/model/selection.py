@@ -56,7 +56,7 @@ class Chosen:
     block: str
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that are to lie on the host."""
+        """Return the tensors that are to be on the host."""
         return list(self.kind.named_tensors(self.module).values())
 
 
@@ -157,7 +157,7 @@ def choose(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
 
 
 def choose_again(root: nn.Module, lost: Mapping[str, weakref.ref[nn.Module]]) -> list[Chosen]:
-    """Return what now stands where layers were let go, as far as `attach` would manage it.
+    """Return what replaced layers that were let go, as far as `attach` would manage it.
 
     Parameters
     ----------
@@ -266,7 +266,7 @@ def _part_of(attention: str) -> str:
 def _keep_small(root: nn.Module, lent: list[_Lent], resident: dict[str, str]) -> None:
     """Take from `lent` what is small, as long as all that is small is little together.
 
-    Parameters alone: what an object of a kernel's holds would stay where it lies, on the host, too.
+    Parameters alone: tensors that a kernel's object holds would stay where they are, even on host.
     """
     model = {id(p): tensor_bytes(p) for p in root.parameters() if p.layout is torch.strided}
     most = min(max(_SMALL_SHARE * sum(model.values()), SMALL_TOGETHER[0]), SMALL_TOGETHER[1])

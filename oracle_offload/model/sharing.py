@@ -1,11 +1,11 @@
 """One host copy for all ranks of a machine: ``attach(..., share="node")``.
 
-The first rank makes a file that has no name and lies in memory; all ranks map it, so it goes with
-the last process that has it, whatever ends that. On Windows it makes an unnamed section for each
-piece, which goes as well. Each rank fills a part of every piece of masters, and nobody reads a
-piece before all have: what the others filled is compared with what this rank was going to fill, or
-comes from the same files. Each locks what it maps for its own device. Then nobody writes it any
-more, but the first rank, while all others wait (`MemoryManager.writing`).
+The first rank makes a file in memory that has no name. All ranks map it, so it is freed when the
+last process that has it ends, however that ends. On Windows the first rank makes an unnamed section
+for each piece, which is freed as well. Each rank fills a part of every piece of masters, and no
+rank reads a piece before all have. What the others filled is compared with what this rank was
+going to fill, or comes from the same files. Each locks what it maps for its own device. After that
+only the first rank writes it, while all others wait (`MemoryManager.writing`).
 
 Weights that are trained are never shared: each rank has its own.
 """
@@ -39,7 +39,7 @@ _GENERATION = struct.Struct("=Q")
 
 
 class Share:
-    """The file that the masters of one attached model lie in, and the ranks that have it.
+    """The file that the masters of one attached model are in, and the ranks that have it.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class Share:
                 ) from error
 
         try:
-            # The others wait for it next: they are told first whether there is one.
+            # The others wait for it next: they learn first whether there is one.
             on_all(self.ranks, "made", make)
             return self.ranks.share_file(made if self.ranks.is_first else None)
         except BaseException:
@@ -109,7 +109,7 @@ class Share:
                 return
         raise OffloadError(
             f"what rank {self.ranks.at.local_rank} of this machine was passed is not memory as "
-            "rank 0 makes it: another program stands between them. Attach without share='node'."
+            "rank 0 makes it: another program is between them. Attach without share='node'."
         )
 
     @property
@@ -187,8 +187,8 @@ class Share:
         begin, self._end = self._end, self._end + whole_pages(nbytes)
         if self.ranks.passes_files:
             file = self._file
-            # Whoever is first makes it longer: another that has looked before would make it
-            # shorter, which is sealed.
+            # The rank that is first makes it longer. Another rank that read the size before would
+            # make it shorter, which the seal forbids.
             with contextlib.suppress(PermissionError):
                 if os.fstat(file).st_size < self._end:
                     os.ftruncate(file, self._end)
@@ -200,7 +200,7 @@ class Share:
         return made
 
     def fills(self, offset: int, nbytes: int) -> bool:
-        """Whether this rank fills what lies at `offset` of `nbytes`."""
+        """Whether this rank fills what is at `offset` of `nbytes`."""
         at = self.ranks.at
         return offset * at.local_world // max(1, nbytes) == at.local_rank
 
@@ -213,12 +213,12 @@ class Share:
     def wait_until_filled(
         self, others: Sequence[tuple[Tensor, Tensor]], files: Files | None
     ) -> None:
-        """Return once all ranks have filled their parts of a piece, and `others` lie there.
+        """Return once all ranks have filled their parts of a piece, and `others` are there.
 
         Parameters
         ----------
         others : sequence of (Tensor, Tensor)
-            What other ranks fill, as this one has it, and where it lies in the file.
+            What other ranks fill, as this one has it, and its master in the file.
         files : Files, optional
             Where those come from that have no values here.
         """
@@ -250,7 +250,7 @@ class Share:
         """Let the first rank write for a ``with`` block; yield whether this is the one.
 
         No copy of this rank may be under way, nor begin meanwhile. Where the block raises on one
-        rank, the others raise that too, at their end of it; where that is the first rank, nobody
+        rank, the others raise that too, at their end of it; where that is the first rank, no rank
         can use what is half written.
 
         Raises
@@ -260,7 +260,7 @@ class Share:
         """
         if self.is_writing:
             raise OffloadError(
-                "writing() and refresh() stand in a block of writing() of the same model, whose "
+                "writing() and refresh() are in a block of writing() of the same model, whose "
                 "end would come too early: leave the block first, which refreshes by itself."
             )
         # Copies of the others may read what is written, until they say that none does.
@@ -288,12 +288,12 @@ class Share:
             self.is_writing = False
         if self.ranks.is_first:
             self._begin_generation()
-        # Nobody copies what may still be written.
+        # No rank copies what may still be written.
         self.ranks.exchange("written")
         self._seen = self._generation()
 
     def seal(self, buffers: Sequence[HostBuffer]) -> None:
-        """Let nobody write them, once all ranks have filled and locked theirs."""
+        """Make them read-only, once all ranks have filled and locked theirs."""
         _protect(buffers, False)
 
     def check_generation(self) -> None:
@@ -338,7 +338,7 @@ class Share:
             del self._places[buffer.address]
 
     def close(self) -> None:
-        """Let go of the file, and of the ranks; what lies in it stays as long as it is mapped."""
+        """Let go of the file, and of the ranks; its contents stay as long as they are mapped."""
         self.ranks.close()
         self.let_go()
 

@@ -63,7 +63,7 @@ class Structure:
     changed : bool
         Whether `settle` has something to do.
     when_settled : list of callables
-        Called once everything new has been looked at, and lies on the device.
+        Called once everything new has been looked at, and is on the device.
     """
 
     def __init__(self, module: nn.Module, attachment: Attachment) -> None:
@@ -112,7 +112,7 @@ class Structure:
             depths[key] -= 1
 
     def watch(self) -> None:
-        """Hear of what is added to modules from now on: an adapter, a parametrisation."""
+        """Notice what is added to modules from now on: an adapter, a parametrisation."""
         if not _registration_hooks:
             modules = torch.nn.modules.module
             _registration_hooks.extend(
@@ -125,7 +125,7 @@ class Structure:
         _attached.add(self)
 
     def end(self) -> None:
-        """Hear no more: the model was detached."""
+        """Notice no more additions: the model was detached."""
         _attached.discard(self)
 
     def settle_soon(self) -> None:

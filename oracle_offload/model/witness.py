@@ -92,7 +92,7 @@ class Witness(TorchDispatchMode):
         return self
 
     def _map_memory(self) -> list[DeviceState]:
-        """Note where masters and arenas lie now."""
+        """Note where masters and arenas are now."""
         self._layout = Layout.version
         states = open_states()
         self._masters = Spans(
@@ -193,7 +193,7 @@ class Witness(TorchDispatchMode):
 
 
 def refusal(what: str, name: str) -> OffloadError:
-    """Say that a weight was computed with where it lies; `what` ends in a verb."""
+    """Say that code computed with a weight in host memory; `what` ends in a verb."""
     # A weight of the model itself is named alone: its module is the whole model.
     return OffloadError(
         f"{what} the host master of '{name}': some code computes with the weight of a managed "

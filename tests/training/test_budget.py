@@ -47,10 +47,10 @@ def test_one_object_and_its_fields_are_the_same_attach(device):
     ("options", "says"),
     [
         ({"budget": "8GiB"}, "budget='8GiB' is no oracle_offload.Budget"),
-        ({"budget": Budget(), "lock": "never"}, "lock='never' beside budget="),
+        ({"budget": Budget(), "lock": "never"}, "lock='never' next to budget="),
         (
             {"budget": Budget(), "vram_budget": "1GiB", "offload_percent": 0.5},
-            "offload_percent=0.5, vram_budget='1GiB' beside budget=",
+            "offload_percent=0.5, vram_budget='1GiB' next to budget=",
         ),
     ],
 )
@@ -176,7 +176,7 @@ def test_auto_begins_at_the_floor_and_ends_with_the_block(device):
         ({"budget": Budget(lock="never")}, ValueError, "lock='never': the model was attached"),
         ({"budget": Budget(compress="auto")}, ValueError, "compress='auto': the model was"),
         ({"budget": Budget(ram_budget="1MiB")}, ValueError, "ram_budget='1MiB': the model was"),
-        ({"budget": Budget(), "vram_budget": "1GiB"}, ValueError, "beside budget="),
+        ({"budget": Budget(), "vram_budget": "1GiB"}, ValueError, "next to budget="),
     ],
 )
 def test_what_cannot_be_changes_nothing(device, asked, error, says):

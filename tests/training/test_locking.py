@@ -286,7 +286,7 @@ def test_a_ring_that_is_refused_is_told(caplog):
     ):
         assert "refusals to page-lock some" in str(manager.memory_summary())
     (record,) = [r for r in caplog.records if "page-lock" in r.getMessage()]
-    assert "refused page-locked memory beside the weights (cuMemHostAlloc: " in record.getMessage()
+    assert "page-locked memory in addition to the weights (cuMemHostAlloc: " in record.getMessage()
 
 
 # ---- the end of a process whose copy threads are alive ----

@@ -406,7 +406,7 @@ def test_a_wrong_file_is_passed_over_with_one_line(path, warnings, caplog, sim):
         sim.reset()  # the same clock, and so the same seconds
         run(path, 4, tower(depth=2))
         (said,) = warnings()
-        assert f"order_file={path!r} is not used, the order is learned anew: it " in said, what
+        assert f"order_file={path!r} is not used, the order is learned again: it " in said, what
         left = Path(path).read_bytes()
         assert left == (right if ours else wrong), f"{what}: only a file of ours is replaced"
 

@@ -335,7 +335,7 @@ def test_of_layers_that_were_replaced_those_are_counted_that_find_room_and_those
         assert [layer.name for layer in manager.layers] == ["0", "2"]
         (refused,) = [text for text in caplog.messages if "stay on the device: no room" in text]
         assert "2 layers that were replaced after attach" in refused
-        assert "Sequential: 1 layers are managed anew" in caplog.messages
+        assert "Sequential: 1 layers are managed again" in caplog.messages
 
 
 def test_a_layer_that_was_let_go_as_it_is_is_managed_anew_at_the_next_call_of_a_part():
