@@ -1,4 +1,4 @@
-"""A bar of who holds memory: one line of characters or of colours, and what they stand for."""
+"""A bar of what holds memory: one line of characters or of colours, and what they mean."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _UNKNOWN = "?"  # of a part that a later version names
 
 
 def text_bar(parts: Sequence[Part], width: int, show: Callable[[int | None], str]) -> list[str]:
-    """Return the bar as lines of `width` columns: characters, and below what they stand for.
+    """Return the bar as lines of `width` columns: characters, and below what they mean.
 
     Parameters
     ----------

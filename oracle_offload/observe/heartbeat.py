@@ -1,8 +1,8 @@
 """The heartbeat of a training: a small file that `oracle-offload watch` reads from outside.
 
-Once a second, at the end of an optimizer step, it is written anew in the place of what was there; a
-process that ends in order takes its file away, one that is killed leaves what it said last, and a
-training that begins later removes it.
+Once a second, at the end of an optimizer step, it is replaced by a new one. A process that ends in
+order removes its file. One that is killed leaves the last it wrote, and a training that begins
+later removes that.
 `ORACLE_OFFLOAD_HEARTBEAT=0` keeps a process without one.
 """
 
@@ -161,7 +161,7 @@ class Heartbeat:
         make_folder(self.path.parent)
         beside = self.path.with_suffix(".new")
         try:
-            file = create_own(beside)  # who trains what is nobody else's matter
+            file = create_own(beside)  # other users need not see who trains what
             try:
                 written = os.write(file, text)
             finally:
@@ -217,9 +217,9 @@ def _at_exit() -> None:
 def prune() -> None:
     """Remove what killed processes have left.
 
-    Of this machine that is what is older than a day and whose process is gone. Of another machine,
-    or of an earlier boot, nobody here can ask: what is a month old goes. A process that lives all
-    the same writes its file anew at its next step.
+    Of this machine that is what is older than a day and whose process is gone. Processes of another
+    machine, or of an earlier boot, cannot be looked up here: what is a month old is removed. A
+    process that still runs writes its file again at its next step.
     """
     with contextlib.suppress(FileNotFoundError):
         check_folder(folder())

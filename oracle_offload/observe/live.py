@@ -33,7 +33,7 @@ STALE_S = 10.0  # a step that takes longer is worth a word
 
 
 def path_of(pid: int) -> Path:
-    """Return where the heartbeat of a process of this machine lies.
+    """Return the path of the heartbeat of a process of this machine.
 
     Machines and containers may share the folder, and use the same process ids.
     """
@@ -86,7 +86,7 @@ def read(path: Path) -> Live:
     try:
         live = Live(document)
         live.to_text()
-    except Exception as error:  # whatever a file says, a watcher is told in one line
+    except Exception as error:  # whatever a file says, a watcher gets one line
         raise ValueError(f"{path} is no heartbeat of this version: {error!r}") from error
     return live
 
@@ -126,7 +126,7 @@ class Live:
         """Return what is to be known of the process, where something is."""
         pid, age = self.document["pid"], time.time() - self.document["time_s"]
         if self.document["machine"] == machine() and is_alive(pid) is False:
-            return [f"process {pid} has ended without taking leave, {age:.0f} s after this"]
+            return [f"process {pid} has ended without a clean exit, {age:.0f} s after this"]
         if age > STALE_S:
             return [f"no step of process {pid} has ended for {age:.0f} s"]
         return []
@@ -180,7 +180,7 @@ class Live:
         return 0 if at is None else int(at["rank"])
 
     def in_short(self) -> str:
-        """Return the figures of one rank beside another's."""
+        """Return the figures of one rank in one line, to be shown with another's."""
         steps = ", ".join(str(device["steps"]) for device in self.document["devices"])
         late = "".join(f"; {note}" for note in self.notes())
         step = show_seconds(self.numbers.get("step_s"))

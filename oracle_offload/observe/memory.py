@@ -1,7 +1,7 @@
 """Who holds the memory of a device and of the host: the parts of their bars.
 
 The parts add up to the total, as long as the figures, which are read one after the other, agree.
-What cannot be told is None, never 0.
+What is unknown is None, never 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Memory:
     parts : dict of str to int or None
         Who holds it, and what is free, in bytes; None is unknown.
     notes : list of str
-        What a reader has to know beside it.
+        What a reader has to know in addition.
     """
 
     title: str
@@ -63,7 +63,7 @@ def device_memory(
     allocated : int or None
         By torch; None on the simulated device, whose driver knows of the arena alone.
     cached : int
-        Held by torch's allocator for nobody.
+        Held by torch's allocator and not in use.
     arena, weights, gradients : int
         The arena, and of the attached models what is not managed.
     optimizer : int or None

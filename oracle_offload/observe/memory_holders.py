@@ -99,7 +99,7 @@ def tables(held: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str, str]
     for title, key in (
         ("who held the bytes", "holders"),
         ("who had asked for the bytes at the peak", "holders_at_peak"),
-        ("what lay in the arena", "arena"),
+        ("what was in the arena", "arena"),
     ):
         if held[key]:
             found.append((title, _rows(held[key])))
@@ -133,7 +133,7 @@ def _rows(holders: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
 
 
 def _parts(held: Mapping[str, Any]) -> list[Part]:
-    """Return the bar of what torch reserved, and of what was free beside it."""
+    """Return the bar of what torch reserved, and of what was free apart from that."""
     sums: dict[str, int] = {}
     for row in held["holders"]:
         name = _KINDS.get(row["kind"], "other tensors")

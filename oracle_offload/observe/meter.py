@@ -106,7 +106,7 @@ class Meter:
         return numbers
 
     def reset_peak(self) -> None:
-        """Begin torch's peak of the device anew, where `read` shows one.
+        """Reset torch's peak of the device, where `read` shows one.
 
         While no model is attached and no device is named, that is the peak of each card: which one
         the next reading is of is not known yet.

@@ -45,7 +45,7 @@ STYLE = (
 
 
 def escape(text: str) -> str:
-    """Return `text` as it stands in HTML, without what would steer or turn what is shown."""
+    """Return `text` escaped for HTML, without characters that would change how it is shown."""
     return _escape("\n".join(map(printable, text.split("\n"))))
 
 

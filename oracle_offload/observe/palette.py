@@ -1,7 +1,7 @@
 """The colours of every page and picture, each for a light and for a dark background.
 
-What lies side by side is told apart by how light it is, and not by its hue alone: half of the
-colours are strong, half are as faint as text may be. A notebook has a theme of its own, which
+Colours that are next to each other differ in how light they are, and not in hue alone: half of
+them are strong, half are as faint as text may be. A notebook has a theme of its own, which
 outweighs that of the system.
 """
 

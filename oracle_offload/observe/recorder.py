@@ -48,7 +48,7 @@ _LATEST = (1 << 64) - 1  # no entry has this number: the journal answers which c
 
 @dataclass
 class _Opening:
-    """An engine of a device, from its opening to its closing: it numbers units and entries anew."""
+    """An engine of a device while it is open; each numbers units and entries from the start."""
 
     number: int
     begin_s: float  # when the recording began, by the clock of this engine's journal
@@ -152,7 +152,7 @@ class Recorder:
         self._max_events = max_events
         self._timed_every = timed_every
         self._wants_lines = lines_of_allocations
-        self._notes_lines = False  # torch does, because this recorder told it to
+        self._notes_lines = False  # torch does, because this recorder made it
         self._memory: deque[dict[str, Any]] = deque(maxlen=_MOST_SNAPSHOTS)
         self._parts: dict[str, _Part] = {}  # by device; replaced, never changed
         # Of two threads that begin devices at once each puts its own there.
@@ -254,7 +254,7 @@ class Recorder:
         for part in self._parts.values():
             with part.lock:
                 if part.state is None:
-                    continue  # its next engine is told
+                    continue  # its next engine begins in the new phase
                 try:
                     rows.append(self._end_phase(part, part.state))
                 except Exception as error:
@@ -334,7 +334,7 @@ class Recorder:
         self, before: _Part, state: DeviceState, now_s: float, counters: Mapping[str, Any]
     ) -> _Part:
         """Return a copy of what was recorded of a device, for its next engine."""
-        # The simulator's clock may have started anew: no time has passed then.
+        # The simulator's clock may have started again: no time has passed then.
         begin_s = min(before.opening.begin_s, now_s - before.now_s)
         return replace(
             before,
@@ -464,7 +464,7 @@ class Recorder:
     # ---- when memory runs out ----
 
     def _listen(self) -> None:
-        """Hear of a GPU whose memory runs out."""
+        """Be notified of a GPU whose memory runs out."""
         snapshot.listen(self._ran_out)
         if self._wants_lines and not self._notes_lines and not snapshot.lines_are_noted():
             snapshot.note_lines(self._max_events)
@@ -777,8 +777,8 @@ _current_lock = threading.Lock()  # protects _current; nothing is taken under it
 def phase(name: str) -> _Phase:
     """Say what is being done from now on, with or without a recording.
 
-    `memory_summary` then tells what was counted in each phase, and a recording that is under way
-    what is told by `Recorder.phase`.
+    `memory_summary` then shows what was counted in each phase, and a recording that is under way
+    has what `Recorder.phase` says.
 
     Parameters
     ----------
@@ -815,7 +815,7 @@ def record(
         format is that of its suffix, see `Recording.export`.
     max_events : int
         Most events that are kept of each device; of more, the latest are kept, and the others are
-        counted. One takes 40 bytes while it lies in the engine.
+        counted. One takes 40 bytes while it is in the engine.
     timed_every : int
         One step in so many is timed by events on the device: the first whole step after the
         warm-up, and so on; 0 for none.

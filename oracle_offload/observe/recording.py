@@ -284,13 +284,13 @@ class Recording:
         ]
 
     def _stays(self, device: str, number: int) -> list[Stay]:
-        """Return what lay in the arena in a timed step, as far as its copy was recorded."""
+        """Return what was in the arena in a timed step, as far as its copy was recorded."""
         rows = self._timed_rows(device, number)
         begin = min(row["start_s"] for row in rows)
         end = max(row["end_s"] for row in rows)
         there: dict[int, Stay] = {}
         stays: list[Stay] = []
-        # What travels of compressed weights is less than what lies there.
+        # What travels of compressed weights is less than what is there.
         uses = (row for row in rows if row["kind"] == "compute")
         sizes: dict[int, int] = {row["unit"]: row["bytes"] for row in uses}
         for event in self.events:
@@ -320,7 +320,7 @@ class Recording:
         for title, picture in self.pictures(fluid=True):
             if whole is None or not title.startswith(f"{whole}, part "):
                 whole, folded = title, ""
-            else:  # its title stands above already
+            else:  # its title is above already
                 folded = title.removeprefix(f"{whole}, ")
             sections.append(Section(pictures=[(folded, picture)]))
         for title, (first, *rows) in self._tables():
@@ -340,7 +340,7 @@ class Recording:
         return "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in self)
 
     def to_csv(self) -> str:
-        """Return every event as a row of one table; counters stand in columns of their own."""
+        """Return every event as a row of one table; counters have columns of their own."""
         names = list(dict.fromkeys(key for event in self.events for key in event))
         counters = list(
             dict.fromkeys(key for event in self.events for key in event.get("counters", ()))

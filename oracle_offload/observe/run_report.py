@@ -70,7 +70,7 @@ class RunReport:
     series : dict
         What is drawn: label to (step, number).
     body : str
-        HTML that belongs to it besides.
+        More HTML that belongs to it.
     explained : Explained or None
         Of a recording in which memory ran out, why.
     """
@@ -312,7 +312,7 @@ def line_svg(label: str, points: Sequence[tuple[int, float]]) -> str:
         )
     for step in sorted({first, last, *map(round, round_steps(first, last, 4))}):
         at = (step - first) / spread_x
-        if first < step < last and not 0.2 < at < 0.75:  # it would lie on one of these
+        if first < step < last and not 0.2 < at < 0.75:  # it would overlap one of these
             continue
         anchor = "start" if step == first else "end" if step == last else "middle"
         lines.append(

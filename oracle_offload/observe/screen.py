@@ -45,7 +45,7 @@ _PLAIN_LEVELS = "_.-=+*#"  # where the encoding has no others
 
 
 class Screen:
-    """A terminal that is drawn anew with each look; the last one stays when it is left.
+    """A terminal that is drawn again with each look; the last one stays when it is left.
 
     Parameters
     ----------

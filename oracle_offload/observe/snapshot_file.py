@@ -169,7 +169,7 @@ def _blocks(segment: Mapping[str, Any], count: _Count) -> Iterator[Block]:
     address = int(segment["address"])
     private = tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
     for block in count.each(segment["blocks"]):
-        # Until torch 2.1 a block had no address, and its frames stood in a history.
+        # Until torch 2.1 a block had no address, and its frames were in a history.
         history: Mapping[str, Any] = (block.get("history") or ({},))[0]
         size = int(block["size"])
         yield Block(
@@ -226,7 +226,7 @@ class _Named:
         self._starts = [row[0] for row in self._rows]
 
     def of(self, block: Block) -> tuple[str, str] | None:
-        """Return kind and name of what lies in a block."""
+        """Return kind and name of what is in a block."""
         at = bisect.bisect_left(self._starts, block.address)
         before = self._rows[at - 1] if at else None
         if before is not None and before[0] + before[1] > block.address:

@@ -100,18 +100,18 @@ class ModelUsage(Usage):
 
     `kept_bytes` is the part of `resident_bytes` for which ``ram_budget`` had no room on the host.
 
-    `rows_bytes` of tables were read where they lie, by `rows_read` kernels; `step_h2d_bytes` counts
+    `rows_bytes` of tables were read in host memory, by `rows_read` kernels; `step_h2d_bytes` counts
     them, `h2d_bytes` the copies alone.
 
     `compressed_bytes` of the weights are compressed, into `compressed_host_bytes`; they pass
-    through `staging_bytes` of the device, besides the arena. `compressed_because` says why
+    through `staging_bytes` of the device, outside the arena. `compressed_because` says why
     ``compress="auto"`` chose these, or none.
 
     `x_min_bytes` is the least that a step can move to the device, docs/how-it-works.md.
 
     `budget_changes` is how often ``vram_budget="auto"`` has changed the arena, the last time
     because of `budget_reason`; None where the budget is another. `look_ahead_units` of the largest
-    units find room in the arena beside the one in use.
+    units fit into the arena in addition to the one in use.
 
     `shared_bytes` of the host's memory for weights are one copy for `shared_by` ranks of the
     machine, each of which counts them.
@@ -172,7 +172,7 @@ class DeviceUsage:
     `lock_refusals` counts how often the driver gave no page-locked memory. `left_bytes` of
     activations have left for the host, and `returned_bytes` of them came back. `brought_bytes` came
     to be added to, or stepped: sums of gradients, and what `stream_optimizer` brings. What of those
-    goes home is in ``d2h_bytes``, beside the gradients. `optimizers` says of those that
+    returns to the host is in ``d2h_bytes``, as gradients are. `optimizers` says of those that
     `stream_optimizer` was given, by their classes, where they step.
     """
 
@@ -223,7 +223,7 @@ class MemoryReport:
     notes : list of str
         What could not be read, and why.
     place : dict or None
-        Where this process stands among the ranks of its job, under torchrun.
+        Which of the ranks of its job this process is, under torchrun.
     """
 
     devices: list[DeviceUsage]
@@ -413,7 +413,7 @@ def _add_device(
             return
         usage = _device_usage(state, chosen)
         modules = [module for held in everything if (module := held.module()) is not None]
-        # Of the simulated device the state lies on "cpu" too, as does that of managed weights.
+        # Of the simulated device the state is on "cpu" too, as is that of managed weights.
         told = optimizer is not None and not state.simulated
         memory.append(
             device_memory(

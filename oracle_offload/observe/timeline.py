@@ -2,7 +2,7 @@
 
 Input are rows as the engine's trace has them (`Engine.trace_stop`), best with the name of the layer
 (`Recording`). The picture needs no script and no font of its own, and shows in any browser or
-notebook; a box tells its layer and times to whoever points at it.
+notebook; a box shows its layer and times when the mouse is over it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Row = Mapping[str, Any]
 
 
 class Stay(NamedTuple):
-    """A unit's time in the arena: what it is, where it lay, and from when to when."""
+    """A unit's time in the arena: what it is, where it was, and from when to when."""
 
     layer: str
     address: int
@@ -128,7 +128,7 @@ def timeline_svg(
     title : str
         Shown above; say there whether times are simulated.
     stays : sequence of Stay
-        What lay in the arena; drawn below, where there is any.
+        What was in the arena; drawn below, where there is any.
     window : tuple of float, optional
         Begin and end of what is drawn, in the time of the rows; all of them by default.
     span_s : float
@@ -207,7 +207,7 @@ def timeline_svg(
 
 
 def details(rows: Sequence[Row]) -> list[tuple[float, float]]:
-    """Return the windows that a step is cut into, so that its layers can be told apart in each."""
+    """Return the windows that a step is cut into, so that its layers are distinct in each."""
     begin, end = _extent(rows)
     uses = len(_of(rows, "compute"))
     count = min(_MOST_DETAILS, math.ceil(uses / _DETAIL_BOXES))
@@ -324,7 +324,7 @@ def _block_marks(
 
 
 def _arena(stays: Sequence[Stay], y: int, x: Callable[[float], float], max_boxes: int) -> list[str]:
-    """Draw what lies in the arena: time to the right, addresses downwards, gaps between closed."""
+    """Draw what is in the arena: time to the right, addresses downwards, gaps between closed."""
     ranges = _union((stay.address, stay.address + stay.nbytes) for stay in stays)
     total = sum(last - first for first, last in ranges)
 
@@ -419,7 +419,7 @@ def _union(pairs: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _merged(rows: Sequence[Row], span: float, limit: int) -> list[tuple[float, float, str]]:
-    """Join boxes closer than a gap that nobody could see, doubling it until few enough are left.
+    """Join boxes closer than a gap too small to see, doubling it until few enough are left.
 
     As long as there are few enough, each row keeps a box of its own.
     """

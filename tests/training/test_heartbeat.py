@@ -224,8 +224,8 @@ def test_machines_that_share_the_folder_have_a_file_each(heart, monkeypatch):
     monkeypatch.setattr(live, "is_alive", lambda pid: asked.append(pid) or False)
     text = str(live.read(there))
     assert text.startswith(f"process {pid} on other-0a\n")
-    assert "without taking leave" not in text and "no step of process" in text and asked == []
-    assert "without taking leave" in str(live.Live(told)) and asked == [pid]
+    assert "without a clean exit" not in text and "no step of process" in text and asked == []
+    assert "without a clean exit" in str(live.Live(told)) and asked == [pid]
     assert str(live.read(heart.path)).startswith(f"process {os.getpid()}\n")
 
 
@@ -353,7 +353,7 @@ def test_a_training_is_watched_from_another_process(tmp_path, ends):
         training.wait(timeout=60)
     done = watch(tmp_path, str(training.pid))
     if ends == "killed":
-        assert f"process {training.pid} has ended without taking leave" in done.stdout
+        assert f"process {training.pid} has ended without a clean exit" in done.stdout
     else:
         assert done.returncode == 1 and f"heartbeat-{machine()}-{training.pid}.json" in done.stderr
         assert watch(tmp_path).stderr.startswith("no training has a heartbeat in ")

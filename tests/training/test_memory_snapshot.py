@@ -101,7 +101,7 @@ def test_who_held_the_bytes_is_named_beside_what_lies_in_the_arena(run, tmp_path
     for shown in (str(recorder.recording()), recorder.recording().to_html()):
         assert "ran out of memory: 6.00 MiB were asked for" in shown
         assert "tensors: train.py:31 in forward" in shown and "run.snapshot.pickle" in shown
-        assert "what lay in the arena" in shown
+        assert "what was in the arena" in shown
 
 
 def test_without_a_path_nothing_is_written_and_a_failure_fails_no_training(run, monkeypatch):

@@ -182,7 +182,7 @@ who held the bytes
 who had asked for the bytes at the peak
   in backward: loss                       18.00 GiB        3
 
-what lay in the arena
+what was in the arena
   Net: blocks.0                            1.00 GiB
 """
 
