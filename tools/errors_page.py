@@ -574,7 +574,7 @@ NOTES: dict[str, dict[str, str]] = {
         "memory manager has models attached already": (
             "`install()` exchanges AI-Toolkit's package for this process: call it first."
         ),
-        "manager_modules.py beside it is": (
+        "manager_modules.py next to it is": (
             "The two files in `toolkit/memory_management` belong together; see "
             "[AI-Toolkit](ai-toolkit.md)."
         ),

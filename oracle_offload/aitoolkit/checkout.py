@@ -1,8 +1,8 @@
 """AI-Toolkit's checkout on disk: what is installed there, and how our files get in and out again.
 
-Two files are replaced; each original is kept beside its replacement. Which originals are known is a
-matter of their content: the rest of a checkout may be of any age. `manager_modules.py` goes in
-first and out last, because alone it works under the original `manager.py`, and not the reverse.
+Two files are replaced; each original is kept next to its replacement. Originals are known by their
+content: the rest of a checkout may be of any age. `manager_modules.py` is put in first and taken
+out last, because it works alone under the original `manager.py`, and not the reverse.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CheckoutError(OffloadError):
 
 
 def refuse_strange_neighbour(release: str, beside: str | None, file: str) -> None:
-    """Raise where `manager.py` of `release` stands beside a `manager_modules.py` that is not of it.
+    """Raise where `manager.py` of `release` is next to a `manager_modules.py` that is not of it.
 
     Raises
     ------
@@ -60,9 +60,9 @@ def refuse_strange_neighbour(release: str, beside: str | None, file: str) -> Non
     if beside != release:
         whose = "not oracle_offload's" if beside is None else f"of oracle_offload {beside}"
         raise ImportError(
-            f"{file} is of oracle_offload {release}, but manager_modules.py beside it is {whose}; "
-            "run 'oracle-offload aitoolkit install PATH' with the path of this checkout, or take "
-            "both back with 'git checkout toolkit/memory_management'."
+            f"{file} is of oracle_offload {release}, but manager_modules.py next to it is "
+            f"{whose}; run 'oracle-offload aitoolkit install PATH' with the path of this checkout, "
+            "or take both back with 'git checkout toolkit/memory_management'."
         )
 
 
@@ -164,7 +164,7 @@ def install(root: str | os.PathLike[str], tell: Callable[[str], object]) -> int:
     root : path
         The checkout.
     tell : callable
-        Told of each step, a line each.
+        Called with a line for each step.
 
     Raises
     ------

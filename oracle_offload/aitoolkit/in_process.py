@@ -24,7 +24,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return where the package lies; its modules are found through it."""
+        """Return where the package is; its modules are found through it."""
         if fullname != NAME:
             return None
         return importlib.util.spec_from_file_location(
@@ -79,7 +79,7 @@ def _refuse_attached(before: dict[str, ModuleType]) -> None:
 
 
 def _exchange(before: dict[str, ModuleType]) -> None:
-    """Import anew what is imported under the name, and hand the new names to who has the old."""
+    """Import again what is imported under the name; replace old names in modules by the new."""
     for name in before:
         del sys.modules[name]
     renamed: dict[int, Any] = {}

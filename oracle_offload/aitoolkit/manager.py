@@ -1,7 +1,7 @@
 """oracle_offload in the place of AI-Toolkit's `toolkit/memory_management/manager.py`.
 
 To go back: ``oracle-offload aitoolkit uninstall PATH``, or ``git checkout`` of this file and of
-`manager_modules.py` beside it.
+`manager_modules.py` next to it.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class MemoryManager(manager.MemoryManager):
     process_device : torch.device
         Where it computes.
     unmanaged_modules : list of nn.Module
-        What of it lies there for good.
+        Those of its modules that stay on the device.
     """
 
     detach = _DetachMethod()
@@ -172,7 +172,7 @@ class MemoryManager(manager.MemoryManager):
 
     @property
     def unmanaged_modules(self) -> list[nn.Module]:
-        """The modules with tensors that lie there for good."""
+        """The modules with tensors that stay on the device."""
         return [
             part
             for part in self.module.modules()

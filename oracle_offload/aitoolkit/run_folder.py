@@ -12,8 +12,8 @@ from typing import Any
 def find_run_folder() -> str | None:
     """Return the ``save_root`` of the process that loads a model now; None where there is none.
 
-    The loaders that attach a model are not told where the run is saved. The trainer's process is,
-    and it stands among their callers.
+    The loaders that attach a model do not know where the run is saved. The trainer's process does,
+    and it is among their callers.
     """
     for owner in _callers():
         if os.path.isdir(owner.save_root):

@@ -1,4 +1,4 @@
-"""Layers that AI-Toolkit's own `manager.py` hands over one by one; and the names beside them.
+"""Layers that AI-Toolkit's own `manager.py` hands over one by one; and its other names.
 
 Where `manager_modules.py` alone is ours, the original attaches a model layer by layer, and nothing
 says which is the last. So the layers wait, on the host, until a part of the model is called; then
@@ -56,16 +56,16 @@ class _Waiting:
         self._module = weakref.ref(module)
 
     def read(self, module: nn.Module, key: str) -> None:
-        """Return None: what is read is what lies there."""
+        """Return None: the module's own value is read."""
 
     traced_read = read
 
     def placed_again(self, value: Any) -> Any:
-        """Return what is to lie under a name: `value`."""
+        """Return what is to be put under a name: `value`."""
         return value
 
     def is_lending(self) -> bool:
-        """Whether device tensors stand in the places of its Parameters: never."""
+        """Whether device tensors are in the places of its Parameters: never."""
         return False
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class _Group:
         weakref.finalize(original, self._end).atexit = False
 
     def _attach_first(self, module: nn.Module, args: Any) -> None:
-        # A layer that waits attaches by itself, unless an adapter stands before it.
+        # A layer that waits attaches by itself, unless an adapter wraps it.
         if (module._modules or "forward" in module.__dict__) and module in self._names:
             self.attach()
 

@@ -41,7 +41,7 @@ def follow_setting() -> None:
 
 
 class _Together:
-    """Stands before the batches of a trainer's step."""
+    """Replaces the methods of a trainer that take the batches of a step."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -421,7 +421,7 @@ def test_what_is_beside_our_manager_is_named() -> None:
         with pytest.raises(ImportError) as raised:
             checkout.refuse_strange_neighbour("0.1.0", beside, "folder/manager.py")
         assert str(raised.value).startswith(
-            "folder/manager.py is of oracle_offload 0.1.0, but manager_modules.py beside it is "
+            "folder/manager.py is of oracle_offload 0.1.0, but manager_modules.py next to it is "
             f"{whose}; run 'oracle-offload aitoolkit install PATH'"
         )
 
