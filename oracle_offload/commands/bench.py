@@ -1,4 +1,4 @@
-"""The command `bench`: what each option of a training saves and costs, beside resident."""
+"""The command `bench`: what each option of a training saves and costs, compared with resident."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ training.
 
 SCRIPT is an example of the repository, or takes the flags that these have: it writes metrics.jsonl
 into --output, says "note: " and why where an option cannot be had, and prints the file of what it
-trained last. What stands after -- are its flags, for every training."""
+trained last. What comes after -- are its flags, for every training."""
 
 SCHEMA = schema("bench-matrix", 1)
 _WARM_UP_STEPS = 2  # in which the engine learns the order

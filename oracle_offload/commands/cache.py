@@ -17,7 +17,7 @@ from ..observe.live import pid_of
 from .exits import Exit
 
 DESCRIPTION = """\
-Tell what this package keeps in the user's cache folder, and how much. All of it is made anew when
+Show what this package keeps in the user's cache folder, and how much. All of it is made again when
 it is wanted. A model that is attached goes on when it is removed. What is being written, and the
 heartbeats of running trainings, stay.
 """

@@ -240,7 +240,7 @@ def run_demo(
     engine = manager.state.engine
     recording_steps = record(timed_every=max(1, steps // 2))
     with _settings_of_torch(on_cuda, width):
-        # Before the managed one, and not beside it: the clock of a step is then its own.
+        # Before the managed one, and not at the same time: the clock of a step is then its own.
         for number in tqdm(range(steps), desc="resident", unit="step", disable=not progress):
             for runner in residents:
                 # A resident step takes the same simulated time whenever it is measured.
@@ -314,7 +314,7 @@ def _settings_of_torch(on_cuda: bool, width: int) -> Iterator[None]:
     if on_cuda:
         torch.use_deterministic_algorithms(True)
     elif width <= 256:
-        # Matrices this small gain nothing from a second thread, and lose much beside other work.
+        # A second thread gains nothing for matrices this small, and other work slows it down much.
         torch.set_num_threads(1)
     try:
         yield

@@ -80,12 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--upstream", type=int, default=1, help="cards that share one link upstream (1)"
     )
-    parser.add_argument("--offload-percent", type=float, help="what attach is to be told, 0 to 1")
-    parser.add_argument("--vram-budget", help="what attach is to be told: 8GiB, or auto")
-    parser.add_argument("--ram-budget", help="what attach is to be told: 20GiB, auto or offloaded")
+    parser.add_argument("--offload-percent", type=float, help="value for attach, 0 to 1")
+    parser.add_argument("--vram-budget", help="value for attach: 8GiB, or auto")
+    parser.add_argument("--ram-budget", help="value for attach: 20GiB, auto or offloaded")
     parser.add_argument("--margin", type=float, default=0.08, help="share left to CUDA (0.08)")
     parser.add_argument(
-        "--verify", metavar="RECORDING", help="show the plan beside a recording, run.jsonl"
+        "--verify", metavar="RECORDING", help="show the plan next to a recording, run.jsonl"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="PAGE", help="write the page to PAGE as well")

@@ -72,7 +72,7 @@ def _compared(before: str, after: str) -> Comparison:
 
 
 def _read(path: str) -> RunReport | OomReport | SnapshotReport:
-    """Return the report of a file, by its first byte or by what stands in its first line."""
+    """Return the report of a file, by its first byte or by what is in its first line."""
     from ..diagnose.explain.pipeline import explain
     from ..diagnose.explain.reading import read_excerpt
     from ..observe.memory_holders import SnapshotReport
