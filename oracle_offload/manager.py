@@ -234,7 +234,7 @@ class MemoryManager:
 
     @property
     def budget(self) -> Budget:
-        """What the weights may take, as `attach` or `set_budget` was told last."""
+        """What the weights may take, as `attach` or `set_budget` was last asked."""
         return self.attachment.budget
 
     def set_budget(
@@ -285,7 +285,7 @@ class MemoryManager:
             if asked != was:
                 raise ValueError(
                     f"{name}={asked!r}: the model was attached with {was!r}, which set_budget does "
-                    "not change; detach it, and attach it anew."
+                    "not change; detach it, and attach it again."
                 )
         return self.attachment.set_budget(budget)
 
@@ -344,7 +344,7 @@ class MemoryManager:
         return module
 
     def _bring_to(self, device: torch.device, module: nn.Module) -> bool:
-        """Move all of a model that has ended to one device: nobody knows of two.
+        """Move all of a model that was detached to one device: other code expects one.
 
         Returns
         -------
@@ -401,7 +401,7 @@ def attach(
     """Keep the weights of `module` in page-locked host memory and stream them while it computes.
 
     All weights but small ones are managed (docs/weights.md): their Parameters keep their identity
-    and lie on the host, so optimizers, ``state_dict`` and EMA see them there. Everything else is
+    and are on the host, so optimizers, ``state_dict`` and EMA see them there. Everything else is
     moved to `device` once; ``manager.resident`` says what that is, and why.
 
     Parameters
@@ -425,7 +425,7 @@ def attach(
         Most host memory for weights: bytes (``"20GiB"``, a fraction of the machine's memory),
         ``"auto"`` for 90% of what the machine can spare, or ``"offloaded"`` for the share that
         `offload_percent` names. Units beyond it, spread evenly over the model, stay on the device
-        for good, whose memory they take besides a floor; by default there are none.
+        always, where they take memory in addition to a floor; by default there are none.
     lock : {"auto", "never"}, int, float or str
         Page-lock the weights as far as the system allows, not at all, or no more than a size. What
         is not locked is copied through a small locked ring.
@@ -633,7 +633,7 @@ def _build(module: nn.Module, where: torch.device, placed: _Placed) -> MemoryMan
             if loading is not None:
                 logger.info("%s: read %s", attachment.name, loading.done())
         except BaseException as error:
-            if shared is not None:  # before its connections end: the others are to hear why
+            if shared is not None:  # before its connections end: the others are to learn why
                 shared.ranks.fail_with(error)
             attachment.close_quietly()
             masters.move_back(moved, state.kind.set_data)
@@ -822,7 +822,7 @@ def _capacity(state: DeviceState, placed: _Placed, staging: int) -> int:
     kept = placed.kept
     left = 0
     if placed.budget.vram_budget == AUTO:
-        # The simulated driver does not know of torch's tensors, wherever they lie.
+        # The simulated driver does not know of torch's tensors, on whichever device they are.
         to_come = kept.bytes if state.simulated else kept.bytes_to_come(state.device)
         left = int(0.9 * max(0, state.free_bytes() - to_come - staging))
     _, total = state.engine.mem_info()

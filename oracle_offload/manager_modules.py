@@ -1,4 +1,4 @@
-"""AI-Toolkit's name for the module of its managed layers; they stand in `oracle_offload.layers`."""
+"""AI-Toolkit's name for the module of its managed layers; they are in `oracle_offload.layers`."""
 
 from .layers.kinds import layer_type
 from .layers.loan import Layer
