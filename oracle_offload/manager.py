@@ -201,7 +201,7 @@ class MemoryManager:
         Of an optimizer that is streamed, to gradients as well: see `stream_optimizer`.
 
         A copy that a forward has queued may read a weight after that forward has returned, and
-        nothing sees a write through a tensor that somebody kept. At its entry the block waits for
+        nothing sees a write through a tensor that code kept. At its entry the block waits for
         what is queued; at its exit all device copies are forgotten, as by `refresh`. Nothing in it
         may call the model. ``load_state_dict`` waits by itself, and so does a step of an optimizer
         that holds the weights. MeZO's perturbations in a loop of one's own belong here, and merges
@@ -540,7 +540,7 @@ class _Placed:
     reasons : dict of str to str
         Why a layer or a parameter is resident, by name.
     units, kept : list, Kept
-        What streams, and what is on the device for good.
+        What streams, and what always stays on the device.
     sizes : list of int
         Bytes of each unit in the arena.
     floor : int

@@ -21,7 +21,7 @@ _WANTED = (
     "Wanted is a recording in .jsonl (recorder.export('run.jsonl')), a metrics file, torch's "
     "memory snapshot, or the log of a training that ran out of memory."
 )
-_FOR_OTHERS = (  # what a file begins with that somebody may take for one of these
+_FOR_OTHERS = (  # how a file begins that a user may take for one of these
     (b"<!doctype html", "a page, which a browser shows"),
     (b"<html", "a page, which a browser shows"),
     (b"<svg", "a picture, which a browser shows"),

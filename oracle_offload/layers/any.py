@@ -116,7 +116,7 @@ class Places(Mapping[str, Any]):
         return self._exchanging(rows, lent)
 
     def restore(self) -> None:
-        """Put back what was there, except where somebody has put something else meanwhile."""
+        """Put back what was there, except where other code has put something else since then."""
         rows: list[tuple[dict[str, Any], str, Any]] = []
         for name, (tensor, master) in self.lent.items():
             parameters, key = self._rows[name]
@@ -310,7 +310,7 @@ class AnyLayer(Whole, Readable):
         """Compute with whatever the tensors are now, brought to the compute device.
 
         Reached where ``functional_call`` or a hook put other tensors in the Parameters' places, or
-        somebody moved them by hand.
+        user code moved them.
         """
         device = self.state.device
         with exempt():

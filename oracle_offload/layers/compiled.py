@@ -502,7 +502,7 @@ def _pretend(leaf: Whole, given: Sequence[Tensor], call: str, numbers: Sequence[
     if not isinstance(y, Tensor):
         raise _NoOperator(f"it returns {type(y).__name__}")
     if free_unbacked_symbols(y):
-        raise _NoOperator("the size of its result hangs on values")
+        raise _NoOperator("the size of its result depends on values")
     if before != [_identity(vars(each)) for each in copies]:
         raise _NoOperator(_WRITES)
     if torch.is_grad_enabled():
@@ -620,7 +620,7 @@ def _below_autograd(keyset: Any, *arguments: Any) -> Tensor:
 def _differentiable(
     keyset: Any, given: list[Tensor], own: list[Tensor], key: Tensor, needs: list[bool], *how: Any
 ) -> Tensor:
-    """Let autograd record what the module computes; a compiler that looks on, the operator."""
+    """Let autograd record what the module computes; while a compiler traces, the operator."""
     tensors = (*given, *own)
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return _below_autograd(keyset, given, own, key, needs, *how)

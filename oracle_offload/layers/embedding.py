@@ -62,7 +62,7 @@ class EmbeddingLayer(WithInherited):
     def lend(self, kind: int, task: int, seconds: float, dtype: Cast, compute: Compute) -> Any:
         """Return ``compute`` of the table in host memory, or, if it is not locked, in a slot."""
         state = self.state
-        if self.unit in state.rewritten:  # a copy of what is still coming home would be torn
+        if self.unit in state.rewritten:  # a copy of what is still being written would be torn
             state.await_rewrite(self.unit)
         stream = state.stream()
         state.time.flush(stream)

@@ -96,12 +96,12 @@ def _bitsandbytes_4bit(module: Any, weight: Any) -> Format | None:
 
 
 def _settle_8bit(module: Any, x: Tensor) -> None:
-    """The bias takes the input's dtype, for good."""
+    """The bias takes the input's dtype, and keeps it."""
     _cast_bias(module, x.dtype)
 
 
 def _settle_4bit(module: Any, x: Tensor) -> None:
-    """The first input decides the dtype of all products; the bias takes it, for good."""
+    """The first input decides the dtype of all products; the bias takes it, and keeps it."""
     if not module.compute_type_is_set:
         module.set_compute_type(x)
         module.compute_type_is_set = True

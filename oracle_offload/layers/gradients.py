@@ -270,7 +270,7 @@ class Gradients:
         Returns
         -------
         Tensor or None
-            The gradient on the host, where somebody is to see it now. None: ``.grad`` is set at the
+            The gradient on the host, where code is to see it now. None: ``.grad`` is set at the
             end of the graph task.
         """
         accumulator = node.next_functions[0][0]

@@ -32,6 +32,6 @@ def layer_type(module: nn.Module) -> type[Layer] | None:
     if found is None or type(module).forward is found.base_forward:
         return found
     if unanswered(type(module)) is getattr(found, "base", None):
-        return None  # somebody has replaced torch's own forward
+        return None  # other code has replaced torch's own forward
     # A forward of its own may compute with Parameters of its own: all are lent to it then.
     return found if module._parameters.keys() <= {*found.names} else None

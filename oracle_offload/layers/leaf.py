@@ -68,7 +68,7 @@ class Attachment(Protocol):
         """Make the masters of `layers` as all others are: coded no more."""
 
     def let_go_if_lost(self, layer: Leaf) -> bool:
-        """Make a layer an ordinary one for good if its class or weights were replaced or taken."""
+        """Make a layer an ordinary one again if its class or weights were replaced or taken."""
 
     def let_go_soon(self, layer: Leaf) -> None:
         """Do so now, or when the structure settles."""
@@ -430,7 +430,7 @@ class Leaf:
     def adopt(self, *, lasting: bool = False) -> bool:
         """Follow ``p.data = t``, a swapped Parameter or a changed layout to the new memory.
 
-        The old master is left alone: somebody may hold it. False where what is there now cannot be
+        The old master is left alone: code may hold it. False where what is there now cannot be
         managed (a computed weight, another device, a tensor subclass); where that is to stay, the
         leaf is let go.
 

@@ -87,7 +87,7 @@ class Borrower(Leaf):
             The arena has no room for the unit; it is a `torch.OutOfMemoryError`.
         """
         state = self.state
-        if self.unit in state.rewritten:  # a copy of what is still coming home would be torn
+        if self.unit in state.rewritten:  # a copy of what is still being written would be torn
             state.await_rewrite(self.unit)
         stream = state.begin_use()
         stamp = version_of(self.masters.present)
@@ -302,7 +302,7 @@ class Layer(Borrower, ABC):
         """Compute with whatever the module's tensors are now, brought to the compute device.
 
         Reached when a parametrisation, ``functional_call`` or a hook put a computed tensor in the
-        parameter's place, or somebody moved the parameter to the device by hand.
+        parameter's place, or user code moved the parameter to the device.
         """
         module: Any = self.module()
         with exempt():

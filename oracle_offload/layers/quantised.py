@@ -179,7 +179,7 @@ class QuantisedLayer(Traced):
     def unplaced(self) -> None:
         """Be a leaf no more; what computed with it, and is alive, must not hold its module back."""
         super().unplaced()
-        self.own = {}  # torch moves no wrapper that somebody has a weak reference to
+        self.own = {}  # torch moves no wrapper that has a weak reference
 
     def traced(self, module: Any, x: Tensor) -> Tensor:
         """Compute by the operator; torch.compile traces this."""

@@ -84,7 +84,7 @@ def call(layer: Any, x: Tensor) -> Any:
 def managed_class(base: Any, below: Any) -> Any:
     """Return the subclass of `base` whose forward borrows its weights; one per base, same name.
 
-    `below`: see `Leaf.stands_below`. A forward that somebody gives `base` later reads its weights.
+    `below`: see `Leaf.stands_below`. A forward that `base` is given later reads its weights.
     """
     known = base.forward
 
@@ -271,7 +271,7 @@ def swap_in(module: nn.Module, leaf: Leaf) -> None:
 
 
 def swap_out(module: nn.Module) -> None:
-    """Undo `swap_in`; a class that somebody derived or put in its place meanwhile stays."""
+    """Undo `swap_in`; a class that other code derived or put in its place since then stays."""
     _follow_class(module)
     module.__dict__.pop(HANDLE, None)
     base = vars(type(module)).get(BASE)

@@ -49,7 +49,7 @@ _constant: Callable[..., Any] = torch.compiler.assume_constant_result  # to a co
 _numbers = itertools.count()
 layers: dict[int, weakref.ref[Numbered]] = {}
 _kernels: dict[Any, Callable[..., Any]] = {}  # what an operator runs, for a mode that sees it first
-_asks: list[weakref.ref[Numbered]] = []  # the leaf whose weight is read where a compiler looks on
+_asks: list[weakref.ref[Numbered]] = []  # the leaf whose weight is read where a compiler traces
 # What a compiler believes that such a read returns, and of which leaf's tensor: it counts writes.
 _believed: list[tuple[Tensor, weakref.ref[Numbered], str]] = []
 _computes: dict[Any, Callable[..., Tensor]] = {}  # what it computes, with tensors on the device
@@ -100,7 +100,7 @@ class Numbered(Leaf):
 
     @_constant
     def is_inside(self) -> bool:
-        """Whether the model computes where a compiler looks on."""
+        """Whether the model computes where a compiler traces."""
         _asks[:] = [weakref.ref(self)]
         return self.structure.is_inside()
 
@@ -486,7 +486,7 @@ def define_operator(
 
 
 def differentiate_by(name: str, kernel: Callable[..., Any]) -> None:
-    """Let `kernel` run in an operator's place where autograd looks on; it gets the key set too."""
+    """Let `kernel` run in an operator's place where autograd is active; it gets the key set too."""
     _library.impl(name, kernel, "Autograd", with_keyset=True)
 
 

@@ -51,7 +51,7 @@ class Answers:
             self._changed.append(weakref.ref(module))
 
     def end(self) -> None:
-        """Make their classes what they were; one that somebody derived since stays."""
+        """Make their classes what they were; one that other code derived since stays."""
         for reference in self._changed:
             module = reference()
             if module is not None:

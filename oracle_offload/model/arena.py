@@ -219,5 +219,5 @@ class Arena:
         with self._state.lock:
             size = self.capacity_bytes
             self._give_back_segments()
-            self.capacity_bytes = size  # for who asks of the model that was
+            self.capacity_bytes = size  # for code that asks about the model after its end
             self._take_back_staging()

@@ -670,7 +670,7 @@ class Attachment:
     # ---- layers that were lost ----
 
     def let_go_if_lost(self, layer: Leaf) -> bool:
-        """Make a layer an ordinary one for good if its class or weights were replaced or taken.
+        """Make a layer an ordinary one again if its class or weights were replaced or taken.
 
         Its masters are given back. When the structure settles, what the layer holds now is managed
         again if it can be (it was quantised); else it is moved to the device, like everything that

@@ -38,7 +38,7 @@ class Budget:
     ram_budget : int, float, str, optional
         Most host memory for weights: bytes, a fraction of the machine's memory, ``"auto"`` for 90%
         of what it can spare, or ``"offloaded"`` for the share that `offload_percent` names. Units
-        beyond it are on the device for good.
+        beyond it always stay on the device.
     lock : {"auto", "never"}, int, float or str
         Page-lock the weights as far as the system allows, not at all, or no more than a size.
     compress : {"lossless", "auto"}, optional
@@ -135,7 +135,7 @@ class Weights:
     floor : int
         The least that an arena for them must have.
     kept : int
-        Units that are on the device for good.
+        Units that always stay on the device.
     staging : int
         What compressed weights pass through.
     """

@@ -1,4 +1,4 @@
-"""Units that stay on the device for good, because the host is not to hold all weights.
+"""Units that always stay on the device, because the host is not to hold all weights.
 
 What never leaves the device needs no master. Which units stay costs no bytes on the link: a step
 moves what the device cannot hold, twice, whether the rest is cache or stays (`x_min_bytes`). They

@@ -100,7 +100,7 @@ class LockBudget:
         if refused is not None:
             self._meet_wall(refused, piece.buffer)
             self._fit(others)
-            # Where somebody has locked memory meanwhile, the piece stays as it is.
+            # Where another program has locked memory meanwhile, the piece stays unchanged.
             if self.attempt(piece, others) is not None:
                 self._lock(piece, 0)
         if self._is_attached:

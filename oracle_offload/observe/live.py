@@ -28,7 +28,7 @@ from .page import page
 from .sections import Section, render
 
 SCHEMA = schema("heartbeat", 2)
-_PANE = 32  # columns of the narrowest pane that somebody watches in
+_PANE = 32  # columns of the narrowest pane that is written for
 STALE_S = 10.0  # a step that takes longer is worth a word
 
 

@@ -539,7 +539,7 @@ class Recorder:
     def _begin_timing(self, part: _Part, state: DeviceState) -> None:
         try:
             state.engine.trace_start()
-        except OffloadError:  # somebody else records a timeline; an old driver has none
+        except OffloadError:  # other code records a timeline; an old driver has none
             part.next_timed = self._timed_every
             return
         part.timing_since = _look(part, state)

@@ -1,7 +1,7 @@
 """Torch's memory snapshot, taken when a GPU's memory runs out, with the names that we know.
 
 Torch calls an observer where an allocation fails, before the exception frees what it unwinds. There
-is no way to take an observer off, so one is left there for good, and asks who listens now.
+is no way to remove an observer. So one stays until the process ends; it calls the listeners of now.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _ran_out(device: int, asked: int, allowed: int, free: int) -> None:
 
 
 def lines_are_noted() -> bool:
-    """Whether somebody has torch note lines already: what was noted is theirs to end."""
+    """Whether other code has torch note lines already: then that code is to end it."""
     return bool(torch._C._cuda_isHistoryEnabled())
 
 

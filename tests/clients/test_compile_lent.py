@@ -600,7 +600,7 @@ class Around(nn.Module):
 
 BREAKS = {
     Values: "data-dependent",
-    Choosing: "the size of its result hangs on values|nonzero",
+    Choosing: "the size of its result depends on values|nonzero",
     Drawing: "draws random numbers",
     Twice: "uses an input more than once",
     Pair: "given the same tensor more than once",
