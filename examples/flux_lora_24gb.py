@@ -4,7 +4,7 @@ r"""A LoRA of FLUX.1-dev on one card of 24 GB: 12 billion parameters stream from
         --preview-every 100 --prompt "a photo of sks dog"
     python examples/flux_lora_24gb.py --model ./FLUX.1-dev --data ./pictures --steps 1000 --resume
 
-``--model`` is the pipeline's folder, ``--data`` a folder of images with .txt captions beside them.
+``--model`` is the pipeline's folder, ``--data`` a folder of images with .txt captions next to them.
 RAM: 24 GB for the transformer; the text encoder (10 GB) is gone before it is loaded. The adapters
 are those of a resident training, to the last bit; ``pipeline.load_lora_weights`` reads them.
 """
@@ -27,7 +27,7 @@ IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 class Prompt(NamedTuple):
-    """What the transformer is told of a text, on the host."""
+    """What the transformer is given of a text, on the host."""
 
     words: Tensor  # of T5, by token
     pooled: Tensor  # of CLIP

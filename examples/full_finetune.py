@@ -2,7 +2,7 @@
 
     python examples/full_finetune.py --model ./llama --data texts.jsonl --steps 200
 
-Weights, gradients and optimizer states lie on the host, where the optimizer steps: only what a
+Weights, gradients and optimizer states are on the host, where the optimizer steps: only what a
 layer needs is on the card while it computes. In float32, which sums small updates without loss,
 that is 8 bytes of RAM for each parameter with Adafactor, 16 with AdamW. It computes in bfloat16.
 """
@@ -32,7 +32,7 @@ def train(args: argparse.Namespace) -> Path:
             shared.say(f"note: {data.note}")
         texts.learn(args, model.requires_grad_(True), tokenizer, data)
         path = Path(args.output) / "model.safetensors"
-        oracle_offload.save_weights(model, path)  # from where they lie: nothing is gathered
+        oracle_offload.save_weights(model, path)  # from where they are stored: nothing is gathered
         model.config.save_pretrained(args.output)
         tokenizer.save_pretrained(args.output)
     return path

@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser, at_least: Callable[[int], Any]) -
     )  # fmt: skip
     add(
         "--window-size", metavar="N", type=at_least(0),
-        help="context of a chunk, by default all: what lies before it is not seen",
+        help="context of a chunk, by default all: what comes before it is not seen",
     )  # fmt: skip
     add(
         "--bucket-pool", metavar="N", type=at_least(0), default=50,
