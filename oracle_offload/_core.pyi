@@ -101,7 +101,7 @@ class HostBuffer:
     """
 
     def __new__(cls, nbytes: int, node: int = -1, file: int = -1, begin: int = 0) -> Self:
-        """`node`: the NUMA node that its pages shall lie on, as far as threads may run there.
+        """`node`: the NUMA node that its pages shall be on, as far as threads may run there.
 
         `file`: a descriptor, or what `section_create` has made, whose bytes from `begin` on it is:
         in all processes the same memory.
@@ -218,7 +218,7 @@ class Engine:
         """Take the lease's segments out of the arena, once every copy has ended (a host wait).
 
         The streams that the segments were allocated on wait for all uses of them. `OffloadError`
-        while a unit that lies in them is acquired.
+        while a unit in them is acquired.
         """
 
     def add_segment(self, lease: int, address: int, nbytes: int, stream: int, /) -> None:
@@ -311,7 +311,7 @@ class Engine:
         seconds: float,
         /,
     ) -> object | None:
-        """Begin a use of a member's masters where they lie, by work that `stream` gets next.
+        """Begin a use of a member's masters in host memory, by work that `stream` gets next.
 
         Returns a DLPack capsule of `nbytes` bytes from the first tensor on, on the device that
         DLPack knows by `device_type` and `device_index`; None where they are not all page-locked.
@@ -349,7 +349,8 @@ class Engine:
     def trip_out(self, target: int, source: int, nbytes: int, stream: int, /) -> int:
         """Queue a copy of device bytes that `stream` computes to locked host memory.
 
-        Nobody waits. The source is the caller's again after `trip_join`. Returns a ticket.
+        The host does not wait. The source is the caller's again after `trip_join`. Returns a
+        ticket.
         """
 
     def trip_home(self, target: int, source: int, nbytes: int, stream: int, /) -> int:
@@ -377,7 +378,7 @@ class Engine:
         """Wait on the host until the copy has ended (counted)."""
 
     def trip_end(self, ticket: int, /) -> None:
-        """Join the trip, if nobody has, and forget it: its host memory may be used again."""
+        """Join the trip, if that was not done, and forget it: its host memory may be used again."""
 
     def spin(self, stream: int, nanoseconds: int, /) -> None:
         """Keep `stream` busy (at most ten seconds), so that tests can make copies race a kernel."""
@@ -386,7 +387,7 @@ class Engine:
         """Trainable masters may be rewritten from now on: drop their copies, prefetch none."""
 
     def is_locked(self, memory: int, nbytes: int, /) -> bool:
-        """Whether the engine reads and writes all of these host bytes where they lie."""
+        """Whether the engine reads and writes all of these host bytes in place."""
 
     def rest(self) -> None:
         """As `hold`, but their copies stay: `resume` trusts them, and `hold` drops them."""
@@ -477,8 +478,8 @@ def fingerprint(address: int, nbytes: int, /) -> int:
 def pages_written(address: int, nbytes: int, /) -> bool | None:
     """Whether anything was written to a private, copy-on-write mapping of a file.
 
-    By pages: what else lies on the first and the last one counts, too. None where the system does
-    not tell.
+    By pages: other data on the first and the last page is counted as well. None where the system
+    does not say.
     """
 
 def section_create(nbytes: int, /) -> int:
@@ -501,7 +502,7 @@ def pages_show(address: int, nbytes: int, descriptor: int, begin: int, /) -> Non
     """Let mapped pages show a file from `begin` on: privately, and copied on write.
 
     It needs no open file afterwards. `OSError` where that is not possible. On Windows only pages of
-    a section can, all of it at once, while nobody reads them.
+    a section can, all of it at once, while no code reads them.
     """
 
 def pages_own(address: int, nbytes: int, /) -> bool:

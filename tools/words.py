@@ -46,6 +46,7 @@ INSTEAD = {
 }
 _DIALECT = re.compile(rf"(?<![\w`./-])({'|'.join(INSTEAD)})(?![\w`(=-]|\.\w)", re.IGNORECASE)
 _CODE = re.compile(r"``[^`]*``|`[^`]*`")
+_FIELD = re.compile(r"\{\{|\{[^{}]*\}")  # of an f-string; from Python 3.12 on it is no string
 _FENCE = re.compile(r"^ *(```|~~~).*?^ *\1", re.MULTILINE | re.DOTALL)
 _C_TEXT = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 _SHELL_TEXT = re.compile(r"(?m)(?:^|\s)#.*$|@?echo .*$")
@@ -61,7 +62,8 @@ def prose(path: Path, text: str) -> Iterator[tuple[int, str]]:
         middle = getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)  # from Python 3.12 on
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type in (tokenize.COMMENT, tokenize.STRING, middle):
-                yield token.start[0], token.string
+                is_f = re.match("[rR]?[fF]", token.string) is not None
+                yield token.start[0], _FIELD.sub("", token.string) if is_f else token.string
     elif path.suffix == ".md":
         yield 1, _FENCE.sub(lambda found: "\n" * found[0].count("\n"), text)
     else:

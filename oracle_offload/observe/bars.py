@@ -17,7 +17,7 @@ LOOKS = {  # the character of each part; its colour is that of its name
     "gradients": "g",
     "optimizer state": "o",
     "activations": "a",
-    "not told apart": "?",
+    "not distinguished": "?",
     "arena": "A",
     "page-locked": "L",
     "pageable": "P",

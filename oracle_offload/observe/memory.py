@@ -94,7 +94,7 @@ def device_memory(
         "activations": activations,
     }
     if untold is not None:
-        parts["not told apart"] = untold
+        parts["not distinguished"] = untold
         notes.append(
             "memory_summary(optimizer=...) tells the optimizer's state from activations and other "
             "tensors"

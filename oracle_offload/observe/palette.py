@@ -27,7 +27,7 @@ _PARTS = {
     "gradients": ("#ca33a4", "#d148af"),
     "optimizer-state": ("#093110", "#92f6a2"),
     "activations": ("#0f8379", "#108f84"),
-    "not-told-apart": ("#6c757f", "#76808b"),
+    "not-distinguished": ("#6c757f", "#76808b"),
     "arena": ("#0b2563", "#d4e1fe"),
     "page-locked": ("#0b2563", "#d4e1fe"),
     "pageable": ("#1873db", "#237fe7"),

@@ -68,7 +68,9 @@ def test_every_figure_is_a_counter_or_what_the_report_says():
         parts = device["memory"]["parts"]
         assert parts["arena"] == stats["arena_bytes"]
         assert sum(filter(None, parts.values())) == device["memory"]["total_bytes"]
-        assert not {"weights", "gradients", "activations"} & parts.keys(), "they are not told apart"
+        assert not {"weights", "gradients", "activations"} & parts.keys(), (
+            "they are not distinguished"
+        )
         assert found["host"]["parts"]["page-locked"] == stats["locked_bytes"] > 0
         assert json.loads(json.dumps(found)) == found
     assert heartbeat.pulse(meter)["devices"] == []

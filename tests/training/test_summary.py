@@ -361,7 +361,7 @@ def test_before_a_model_but_after_cuda_has_started_the_card_is_shown(monkeypatch
     card, host = oracle_offload.memory_summary().memory
     assert card.title == "cuda:2" and host.title == "host memory"
     held = {name: size >> 30 for name, size in card.parts.items() if size}
-    assert held == {"not told apart": 7, "cached": 1, "other processes": 3, "free": 5}
+    assert held == {"not distinguished": 7, "cached": 1, "other processes": 3, "free": 5}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: 1 / 0)
     report = oracle_offload.memory_summary()
     assert [memory.title for memory in report.memory] == ["host memory"]

@@ -78,7 +78,7 @@ def test_a_mark_on_a_colour_of_its_own_can_be_read() -> None:
 BESIDE = [
     ("weights", "arena"),
     ("activations", "arena"),
-    ("not told apart", "arena"),
+    ("not distinguished", "arena"),
     ("gradients", "arena"),
     ("gradients", "optimizer state"),
     ("optimizer state", "activations"),
@@ -103,7 +103,7 @@ def test_neighbours_in_a_bar_are_told_apart(left: str, right: str, theme: int) -
 
 BARS = [
     ["weights", "gradients", "optimizer state", "activations", "arena", "cached"],
-    ["weights", "gradients", "not told apart", "arena", "cached", "other processes"],
+    ["weights", "gradients", "not distinguished", "arena", "cached", "other processes"],
     ["arena", "weights", "gradients", "optimizer state", "other tensors", "cached"],
     ["page-locked", "pageable", "page cache", "everything else"],
     ["tensors", "cached", "other processes", "outside"],

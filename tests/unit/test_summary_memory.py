@@ -76,7 +76,7 @@ def test_activations_are_unknown_without_the_optimizers_state() -> None:
     memory = device_memory("card", 9 * GIB, 24 * GIB, **{**CARD, "optimizer": None})
     found = sizes(memory)
     assert found["activations"] is None and found["optimizer state"] is None
-    assert found["not told apart"] == 12 * GIB - 8 * GIB - GIB // 2
+    assert found["not distinguished"] == 12 * GIB - 8 * GIB - GIB // 2
     assert sum(size or 0 for size in found.values()) == 24 * GIB
     assert "optimizer=" in memory.notes[0]
     text = "\n".join(text_bar(list(memory.parts.items()), 82, show_size))
@@ -88,7 +88,7 @@ def test_the_simulated_driver_knows_of_the_arena_alone() -> None:
     changed = {**CARD, "allocated": None, "cached": 0, "optimizer": None}
     memory = device_memory("sim", 18 * GIB, 24 * GIB, **changed)
     found = sizes(memory)
-    assert found["activations"] is None and "not told apart" not in found
+    assert found["activations"] is None and "not distinguished" not in found
     assert found["free"] == 18 * GIB - 2 * GIB - GIB // 2 and found["other processes"] == 0
     assert sum(size or 0 for size in found.values()) == 24 * GIB
     assert "simulated" in memory.notes[0]
