@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from oracle_offload import OffloadError, accumulate
 from oracle_offload.model.witness import Witness
+from oracle_offload.train.micro_batches.attributes import Places
+from oracle_offload.train.micro_batches.grains import grains_of
 from oracle_offload.train.micro_batches.thread_state import can_take_turns
 
 pytest.importorskip("greenlet")
@@ -571,3 +573,51 @@ def test_afterwards_attributes_are_as_the_last_micro_batch_leaves_them(device):
         accumulate(lambda x: turn_knob(model, x), inputs(device), own=[knob, model])
         last = number_of(inputs(device)[-1])
         assert (knob.scale, model.scale) == (last, last)
+
+
+class Handing(nn.Module):
+    """The third writes what those after it read, and the fifth takes it away again."""
+
+    def __init__(self, number, third):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.number, self.third, self.kept = number, third, None
+
+    def forward(self, x):
+        kept = self.third[0].kept
+        kept = kept if isinstance(kept, dict) else vars(kept)
+        scale = kept.get("scale", 1.0)
+        if self.number == 2:
+            kept["scale"] = number_of(x)
+        elif self.number == 4:
+            kept.clear()
+        return x + scale * self.down(torch.tanh(self.up(x)))
+
+
+@pytest.mark.parametrize("kept", [{}, SimpleNamespace()], ids=["dict", "object"])
+@pytest.mark.parametrize("of_all", [False, True], ids=["of one", "of all"])
+def test_what_a_block_leaves_for_a_later_one_is_its_micro_batchs(device, kept, of_all):
+    """It is as before where a micro-batch sets out, and where it ends."""
+    torch.manual_seed(0)
+    third = []
+    model = nn.Sequential(*(Handing(number, third) for number in range(16)))
+    third.append(model[2])
+    for block in model if of_all else third:
+        block.kept = kept
+    resident = copy.deepcopy(model)
+    with attached(model, device, offload_percent=0.5) as manager:
+        assert grains_of(manager.attachment).modules == list(model)
+        accumulate(lambda x: loss_of(model, x), inputs(device))
+        loop(resident.to(device), inputs(device), loss_of)
+        assert_same(gradients(model), gradients(resident))
+
+
+def test_tables_of_many_objects_are_not_looked_at_in_each_turn():
+    """As those are by which a library reads the files of all its models."""
+    few, many = ([Slots() for _ in range(count)] for count in (10, 600))
+    model = nn.Module()
+    model.few, model.many = few, many
+    places = Places()
+    places.watch([model], [])
+    watched = [place.name for place in places._watched]
+    assert watched.count("few") == 1 and watched.count("scale") >= 10 and "many" not in watched

@@ -18,7 +18,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from enum import Enum, EnumType
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import is_
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ _PLAIN = bool | int | float | str | bytes | torch.dtype | torch.device
 # What derives from a dict is asked and written as a dict, whatever it makes of that.
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
 _EMPTY: dict[type, Any] = {dict: {}, list: [], set: set()}
-_MOST_ITEMS = 1000  # of what holds more nothing is looked at: a vocabulary, say
+_MOST_ITEMS = 1000  # of what holds more nothing is looked at: a vocabulary, say, or a table
 _DEEPEST = 3  # containers and objects within each other
 _OF_MODULES = vars(nn.Module()).keys()
 # Whose objects and classes keep nothing that a forward reads, or do so on purpose for all.
@@ -294,14 +294,17 @@ class Places:
     def watch(self, models: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
         """Look from now on at the globals that the code of `models` reads, and what modules hold.
 
-        What the modules of a block hold is looked at where the block has computed, and where a
-        micro-batch sets out and ends: there are many of them.
+        What the modules of one block alone hold is looked at where the block has computed, and
+        where a micro-batch sets out and ends: there are many of them.
         """
         own = {id(values) for values in self._named()}
         seen = set(own)
         named = list(self._within_own(seen))
         self._may_differ = {id(place.values) for place in named}
-        self._watched_of = {id(block): list(_held_by([block], seen)) for block in blocks}
+        shared = _held_by_several(blocks, seen)
+        of_blocks = seen | shared
+        self._watched_of = {id(block): list(_held_by([block], of_blocks)) for block in blocks}
+        seen |= of_blocks - shared
         self._watched = [*named, *_held_by(models, seen)]
         self._watched += [p for p in _globals_read_by(models, seen) if id(p.values) not in own]
         for model in models:
@@ -446,7 +449,25 @@ def _held_by(models: Iterable[nn.Module], seen: set[int]) -> Iterator[_Place]:
     """Yield what modules hold in containers and objects, but not those whose `id` is in `seen`."""
     for module in (module for model in models for module in model.modules()):
         for name in vars(module).keys() - _OF_MODULES:
-            yield from _within(vars(module)[name], name, base_class(module).__name__, seen)
+            yield from _few(_within(vars(module)[name], name, base_class(module).__name__, seen))
+
+
+def _few(places: Iterable[_Place]) -> list[_Place]:
+    """Return them, or none where they are too many to be looked at in each turn."""
+    found = list(islice(places, _MOST_ITEMS + 1))
+    return found if len(found) <= _MOST_ITEMS else []
+
+
+def _held_by_several(blocks: Iterable[nn.Module], seen: set[int]) -> set[int]:
+    """Return the `id` of what more than one of them holds."""
+    once: set[int] = set()
+    several: set[int] = set()
+    for block in blocks:
+        of_block = set(seen)
+        deque(_held_by([block], of_block), maxlen=0)
+        several |= once & of_block
+        once |= of_block - seen
+    return several
 
 
 def _within(value: Any, name: str, owner: str, seen: set[int], depth: int = 0) -> Iterator[_Place]:
@@ -486,8 +507,8 @@ def _within_object(
     value: Any, name: str, owner: str, seen: set[int], depth: int
 ) -> Iterator[_Place]:
     """Yield what the attributes of an object are, and hold."""
-    inner = getattr(value, "__dict__", {})
-    if id(inner) not in seen and 0 < len(inner) <= _MOST_ITEMS:
+    inner = getattr(value, "__dict__", None)
+    if type(inner) is dict and id(inner) not in seen and len(inner) <= _MOST_ITEMS:
         seen.add(id(inner))
         yield _Place(content := _Content(inner), name, content.last, owner)
         if depth < _DEEPEST:
@@ -644,7 +665,7 @@ class _Reading:
                 self._seen.add((id(values), name))
                 yield _Place(values, name, value, owner)
                 if _is_container(value) or isinstance(value, tuple | UserDict | Tensor):
-                    yield from _within(value, name, owner, self._held, _DEEPEST - 2)
+                    yield from _few(_within(value, name, owner, self._held, _DEEPEST - 2))
                 elif _are_bytes(value):
                     yield from _within(value, name, owner, self._held, _DEEPEST)
             yield from self._look(value, name, names, owner, depth)
