@@ -6,7 +6,10 @@ import models
 import peft
 import pytest
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from sides import compare, values
+
+from oracle_offload.layers.managed import is_managed
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 ADAPTERS = {
@@ -76,6 +79,48 @@ def test_adapters(kind, when):
         on = sample(side, adapted)
         assert not torch.equal(on, off)
         return [seen, on, off, values(adapted, True)]
+
+    compare(client)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_dora_reads_the_weights_of_any_layer_and_leaves_them_managed(nothing_is_small, when):
+    """Of Linear, Embedding and transformers' Conv1D."""
+
+    def client(side):
+        torch.manual_seed(0)
+        model = models.gpt2().train().requires_grad_(False)
+        if when == "after":
+            side.attach(model, at_least=10)
+        torch.manual_seed(7)
+        config = peft.LoraConfig(
+            r=4,
+            target_modules=["c_attn", "mlp.c_proj", "wte", "score"],
+            fan_in_fan_out=True,
+            use_dora=True,
+            init_lora_weights=False,
+        )
+        adapted = peft.get_peft_model(model, config)
+        if when == "before":
+            side.attach(adapted, at_least=10)
+        seen = []
+        optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], 1e-2)
+        for _ in range(2):
+            with side.step():
+                output = adapted(
+                    input_ids=torch.randint(1, 100, (2, 9)), labels=torch.tensor([3, 5])
+                )
+                output.loss.backward()
+            seen.append([output.loss.detach(), output.logits.detach()])
+            optimizer.step()
+            optimizer.zero_grad()
+        for manager in side.managers:
+            base = [m for m in adapted.modules() if isinstance(m, BaseTunerLayer)]
+            kinds = {type(m.get_base_layer()).__mro__[1].__name__ for m in base}
+            assert kinds == {"Linear", "Embedding", "Conv1D"}
+            assert all(is_managed(m.get_base_layer()) for m in base)
+            assert not [name for name in manager.resident if "lora_" not in name]
+        return [seen, values(adapted, True)]
 
     compare(client)
 

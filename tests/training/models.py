@@ -66,6 +66,16 @@ def llama(**options):
     )
 
 
+def gpt2():
+    """Of Embedding, transformers' Conv1D and a Linear."""
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    config = GPT2Config(
+        vocab_size=100, n_positions=32, n_embd=32, n_layer=3, n_head=4, num_labels=8, pad_token_id=0
+    )
+    return GPT2ForSequenceClassification(config)
+
+
 def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 

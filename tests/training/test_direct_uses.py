@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import threading
 import weakref
@@ -174,6 +175,38 @@ def test_all_reads_of_a_graph_share_one_node(device):
 
     torch.manual_seed(0)
     assert_streams(Parts(three_times), device, trains=True)
+
+
+@pytest.mark.parametrize("mode", ["plain", "reentrant", "not-reentrant"])
+def test_a_weight_that_is_first_read_in_the_middle_of_a_step_adds_to_the_gradient_there(
+    device, mode
+):
+    """A node that is made anew for it would add one use to the sum before the next."""
+
+    def compute(parts, x):
+        y = parts.inner(x).tanh()
+        if parts.reads:
+            y = parts.inner((y @ parts.inner.weight).sin())
+        return parts.other(y)
+
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Parts(compute))
+    resident.to(device)
+
+    def step(model):
+        x = inputs(device)
+        for model.reads in (False, True, True):  # `.grad` is there from the first backward on
+            model(x).square().sum().backward()
+            loss = model(x).sum()
+            model.reads = not model.reads  # one graph of both kinds
+            run = model if mode == "plain" else functools.partial(checkpoint, model)
+            options = {} if mode == "plain" else {"use_reentrant": mode == "reentrant"}
+            (loss + run(x.requires_grad_(), **options).square().sum()).backward()
+        return [x.grad]
+
+    with attached(managed, device) as manager:
+        assert_models_agree(managed, resident, step, device=device)
+        assert manager.resident == {} and all(p.device.type == "cpu" for p in managed.parameters())
 
 
 def test_a_kernel_that_calls_operators_computes_under_autocast(device):
