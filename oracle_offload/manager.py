@@ -335,12 +335,12 @@ class MemoryManager:
             return None  # its memory was given back when it was deleted
         self.state.check_process()
         self.attachment.close_patiently()
-        self.finalizer.detach()
-        module.__dict__.pop(ATTRIBUTE, None)
         if self.answers is not None:
             self.answers.end()
         self.structure.end()
         self.attachment.own_weights()
+        module.__dict__.pop(ATTRIBUTE, None)
+        self.finalizer.detach()  # last: after Ctrl-C in between, `detach` goes on from there
         return module
 
     def _bring_to(self, device: torch.device, module: nn.Module) -> bool:

@@ -58,6 +58,16 @@ class Segment:
         self.nbytes = nbytes
 
 
+def remove(call: Callable[[int], None], what: int) -> None:
+    """Have an engine forget a lease, a model or a member that it gave the number `what`.
+
+    Ctrl-C may come after the engine has forgotten it and before that was noted: asked again, this
+    does nothing. The engine gives no number twice.
+    """
+    with contextlib.suppress(ValueError):  # it does not exist any more
+        call(what)
+
+
 class Shared(Protocol):
     """Masters that this process has together with others, which may have written them."""
 
@@ -441,12 +451,21 @@ def close_if_unused(state: DeviceState) -> None:
     """Close the engine once it holds nothing of any model."""
     global _opened_in
     with state.lock, _registry_lock:
+        _close_orphans()
         if state.listeners or state.openings or _registry.get(str(state.device)) is not state:
             return
         for observer in observers:
             observer.closing(state)
-        _close_engine(state.engine)
+        # After Ctrl-C in between nobody finds it, and the next attach or detach closes it.
+        _orphans.append(state.engine)
         del _registry[str(state.device)]
+        try:
+            _close_engine(state.engine)
+        except OffloadError:
+            _registry[str(state.device)] = state
+            _orphans.remove(state.engine)
+            raise
+        _orphans.remove(state.engine)
         if not _registry:
             _opened_in = None
             while _patches:

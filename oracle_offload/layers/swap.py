@@ -273,10 +273,10 @@ def swap_in(module: nn.Module, leaf: Leaf) -> None:
 def swap_out(module: nn.Module) -> None:
     """Undo `swap_in`; a class that other code derived or put in its place since then stays."""
     _follow_class(module)
-    module.__dict__.pop(HANDLE, None)
     base = vars(type(module)).get(BASE)
     if base is not None:  # a class that was derived since (a parametrisation's) stays
-        module.__class__ = base
+        object.__setattr__(module, "__class__", base)  # of which the layer need not hear
+    module.__dict__.pop(HANDLE, None)  # last: after Ctrl-C it is known by this, and undone again
 
 
 def base_class(module: nn.Module) -> Any:

@@ -7,7 +7,7 @@ import logging
 import torch
 
 from .. import _core
-from ..engine.engines import DeviceState, Segment
+from ..engine.engines import DeviceState, Segment, remove
 from ..engine.geometry import aligned, aligned_down
 from ..errors import OffloadError
 from ..host.sizes import format_size
@@ -108,7 +108,7 @@ class Arena:
 
     def _take_back_staging(self) -> None:
         if self._staging_lease is not None:
-            self._state.engine.remove_lease(self._staging_lease)
+            remove(self._state.engine.remove_lease, self._staging_lease)
             self._staging_lease, self._staging = None, None
 
     def resize(self, nbytes: int) -> None:
@@ -169,7 +169,7 @@ class Arena:
 
     def _give_back(self, lease: int, lent: list[Segment]) -> None:
         # The memory stays alive until the engine has let go of it.
-        self._state.engine.remove_lease(lease)
+        remove(self._state.engine.remove_lease, lease)
         self._state.exchange_segments(lent, [])
 
     def grow(self, block_bytes: int, largest_unit: int, most_bytes: int) -> None:

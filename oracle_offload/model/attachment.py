@@ -685,7 +685,7 @@ class Attachment:
         with self.state.lock:
             if layer not in self.layers:
                 return False
-            self.state.engine.remove_member(layer.member)
+            engines.remove(self.state.engine.remove_member, layer.member)
             self.layers.remove(layer)
             self._release_layer(layer)
             self.pieces.count_uses(layer.masters.addresses.values(), ())
@@ -747,7 +747,7 @@ class Attachment:
                         kept.keep(self)
                 for observer in engines.observers:
                     observer.leaving(self.state)
-                self.state.engine.remove_model(self.model)
+                engines.remove(self.state.engine.remove_model, self.model)
                 self.is_attached = False
             self._let_go_of_layers()
             self.gradients.give_back_all()

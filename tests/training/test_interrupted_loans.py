@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import pytest
 import torch
 from equality import assert_same, attached
 from torch import nn
 
-from oracle_offload.engine import exemption, locks
+from oracle_offload import attach
+from oracle_offload import manager as managers
+from oracle_offload.engine import engines, exemption, locks
 from oracle_offload.layers import any as lent
-from oracle_offload.layers import autocast, embedding, loan
-from oracle_offload.model import selection
+from oracle_offload.layers import autocast, embedding, loan, swap
+from oracle_offload.layers.managed import is_managed
+from oracle_offload.model import answers, arena, attachment, selection
 
 FILES = {module.__file__ for module in (loan, lent, embedding, locks, exemption, autocast)}
 FILES.add(__file__)
@@ -24,6 +27,12 @@ BORROWS = set(
     "lend lend_to _lend_to borrow _keep _with_foreign take_again lending restore _putting "
     "_exchanging within exempt saving kept_cast as_an_optimizer".split()
 )
+# What gives back at detach; what these take is given back by their ends.
+CLOSES = set(
+    "_end end close _close_patiently _let_go_of_layers _release_layer swap_out remove take_back "
+    "_give_back_segments _give_back exchange_segments leave close_if_unused _close_engine".split()
+)
+CLOSERS = {m.__file__ for m in (managers, engines, swap, answers, arena, attachment)}
 
 
 class Pair(nn.Module):
@@ -79,8 +88,10 @@ def train(model, x):
 class Interrupt:
     """Raises at the n-th instruction of the files, or after the n-th call of C that they make."""
 
-    def __init__(self, number: int) -> None:
-        self.left = number
+    def __init__(
+        self, number: int, files: Container[str] = FILES, names: Container[str] = BORROWS
+    ) -> None:
+        self.left, self.files, self.names = number, files, names
 
     def count(self) -> None:
         self.left -= 1
@@ -96,7 +107,7 @@ class Interrupt:
             return inside
 
         def enter(frame, event, _):
-            if frame.f_code.co_filename not in FILES or frame.f_code.co_name not in BORROWS:
+            if frame.f_code.co_filename not in self.files or frame.f_code.co_name not in self.names:
                 return None
             frame.f_trace_opcodes = True
             frame.f_trace_lines = False
@@ -184,3 +195,28 @@ def test_an_interrupt_leaves_neither_an_exemption_nor_hooks_of_saved_tensors(how
             if interrupt.left > 0:
                 break
     assert number > (30 if how is Interrupt.at_opcodes else 5)
+
+
+def test_an_interrupt_at_any_instruction_of_detach_lets_it_go_on_from_there():
+    """Another model can be attached meanwhile, and a second detach ends it; every eleventh."""
+    managed, x = build("linear")
+    expected = train(copy.deepcopy(managed), x)
+    kinds = [type(module) for module in managed.modules()]
+    number, tried = 1, 0
+    while True:
+        manager = attach(managed, "cpu", offload_percent=1.0)
+        assert_same(train(managed, x), expected)
+        interrupt = Interrupt(number, CLOSERS, CLOSES)
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupt.at_opcodes(manager.detach)
+        if interrupt.left > 0:
+            break
+        with attached(nn.Linear(64, 64), "cpu") as other:
+            assert len(other.layers) == 1
+        manager.detach()
+        tried += 1
+        assert [type(module) for module in managed.modules()] == kinds, f"instruction {number}"
+        assert not any(map(is_managed, managed.modules())) and not engines.open_states()
+        assert_same(train(managed, x), expected, f"after interrupt {number}")
+        number += 11
+    assert tried > 40
