@@ -111,6 +111,7 @@ class _Answers(TorchFunctionMode):
     def __init__(self, stands_for: dict[int, _Gradient]) -> None:
         super().__init__()
         self._stands_for = stands_for
+        self._known: dict[_How, dict[int, Tensor]] = {}  # norms to be told, by their masters
         self._coming: list[tuple[DeviceState, int, Tensor | None]] = []
 
     def end(self) -> None:
@@ -128,12 +129,29 @@ class _Answers(TorchFunctionMode):
         if how not in state.wanted_norms and how[1] == how[1]:
             patch(step_scalars.watch_scalers)
             state.wanted_norms.add(how)
-        known = state.norms.get(gradient.master)
-        if known is not None and how in known.norms and known.is_of(gradient.host):
-            found: Tensor = known.norms[how]
-            if found.isfinite():  # else code may have replaced the few elements that are not
-                return found
+        if how not in self._known:
+            self._known[how] = self._look(how)
+        found = self._known[how].get(gradient.master)
+        if found is not None:
+            return found
         return _on_device(state, self._brought(state, gradient.host), how)
+
+    def _look(self, how: _How) -> dict[int, Tensor]:
+        """Return the norms that are known and finite: the host waits once for those of a kind.
+
+        Where one is not, code may have replaced the few elements that are not.
+        """
+        alike: dict[Any, dict[int, Tensor]] = {}
+        for gradient in self._stands_for.values():
+            known = gradient.state.norms.get(gradient.master)
+            if known is not None and how in known.norms and known.is_of(gradient.host):
+                norm = known.norms[how]
+                alike.setdefault((norm.device, norm.dtype), {})[gradient.master] = norm
+        found = {}
+        for norms in alike.values():
+            finite = torch.stack(list(norms.values())).isfinite().tolist()
+            found.update({key: norms[key] for key, ok in zip(norms, finite, strict=True) if ok})
+        return found
 
     def _brought(self, state: DeviceState, host: Tensor) -> Tensor:
         nbytes = tensor_bytes(host)

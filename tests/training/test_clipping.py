@@ -10,6 +10,7 @@ from equality import assert_same, attached, gradients
 from test_stepping import Net, assert_alike, backward
 from torch import nn
 from torch.nn.utils import clip_grad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle_offload import DriverError
 from oracle_offload.engine import simulator
@@ -63,6 +64,46 @@ def test_clipping_is_the_resident_one_and_norms_are_read_as_gradients_leave(devi
                 optimizer.step()
                 optimizer.zero_grad()
             assert_alike(models, optimizers)
+
+
+class CountsReads(TorchDispatchMode):
+    """Counts reads by the host of what the device has computed."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.count = torch.device(device).type, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if given is not None and given.device.type == self.device:
+            kwargs_device = (kwargs or {}).get("device")
+            is_copy = func is torch.ops.aten._to_copy.default and kwargs_device is not None
+            self.count += func is torch.ops.aten._local_scalar_dense.default or (
+                is_copy and kwargs_device.type == "cpu"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("how", ["foreach", "loop"])
+@pytest.mark.parametrize("layers", [2, 9])
+def test_the_host_reads_known_norms_once(device, how, layers):
+    """Not once for each gradient."""
+    if device == "cpu":
+        pytest.skip("what the device computes lies where the host's own numbers do")
+    managed = nn.Sequential(*(nn.Linear(32, 32) for _ in range(layers)))
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == layers
+        optimizer = stream_optimizer(torch.optim.SGD(managed.parameters(), lr=0.1))
+        for number in range(2):
+            optimizer.zero_grad()
+            managed(torch.randn(4, 32).to(device)).square().mean().backward()
+            (before,) = counted(manager, "brought_bytes")
+            with CountsReads(device) as reads:
+                total = total_norm([p.grad for p in managed.parameters()], foreach=how == "foreach")
+            assert total.device.type == reads.device
+            (after,) = counted(manager, "brought_bytes")
+            assert (after == before) == (number == 1)
+        assert reads.count == 1
 
 
 def scale_unseen(gradient):
