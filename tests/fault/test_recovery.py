@@ -13,6 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from test_training_faults import release_contexts  # noqa: E402
+
 import oracle_offload  # noqa: E402
 from oracle_offload import DriverError, NoRoomError, OffloadError, _core  # noqa: E402
 from oracle_offload.engine import engines, simulator  # noqa: E402
@@ -301,19 +303,21 @@ def test_an_attach_that_fails_leaves_nothing_open() -> None:
 class Trained:
     """A model that trains fully, and the same beside it that is resident."""
 
-    def __init__(self) -> None:
+    def __init__(self, during_backward: bool = False) -> None:
         torch.manual_seed(0)
         layers = [torch.nn.Linear(128, 128) for _ in range(5)]
         self.models = torch.nn.Sequential(*layers), copy.deepcopy(torch.nn.Sequential(*layers))
         self.manager = attach(self.models[0])
         self.optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in self.models]
-        stream_optimizer(self.optimizers[0])
+        stream_optimizer(self.optimizers[0], during_backward=during_backward)
+
+    def loss(self, seed: int, which: int) -> Any:
+        torch.manual_seed(seed)
+        return self.models[which](torch.randn(3, 128)).square().mean()
 
     def backward(self, seed: int, which: int) -> None:
-        torch.manual_seed(seed)
-        model = self.models[which]
-        model.zero_grad()
-        model(torch.randn(3, 128)).square().mean().backward()
+        self.models[which].zero_grad()
+        self.loss(seed, which).backward()
 
     def step(self, seed: int) -> None:
         for which, optimizer in enumerate(self.optimizers):
@@ -415,3 +419,58 @@ def test_while_a_fault_lasts_a_streamed_step_is_refused_and_detach_returns(
             trained.optimizers[0].step()
         with pytest.raises(OffloadError, match="takes no further step"):
             trained.optimizers[0].step()
+
+
+@pytest.mark.parametrize("during_backward", [False, True])
+@pytest.mark.parametrize("call", STEP_CALLS)
+def test_a_context_lost_in_a_streamed_step_steps_nothing_twice_and_is_told(
+    during_backward: bool, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From some call on the driver refuses all: no step goes on, and what is at home stays so."""
+    monkeypatch.setattr(stepping, "BATCH_BYTES", 4 * 4 * 128**2)  # a layer at a time
+    ends: list[str] = []
+    nth = calls = 0
+    while nth <= calls:  # the first one is undisturbed, and counts
+        trained = Trained(during_backward)
+        trained.step(0)
+        for which in (0, 1):
+            trained.models[which].zero_grad()
+        losses = [trained.loss(1, which) for which in (0, 1)]
+        losses[1].backward()
+        if not during_backward:
+            losses.pop(0).backward()
+        once, began = trained.optimizers[1], trained.tensors(0)
+        once.step()
+        met = simulator.call_count(call)
+        with simulator.fault(call, nth or 10**9, ILLEGAL_ADDRESS):
+            try:
+                if during_backward:
+                    losses.pop(0).backward()
+                trained.optimizers[0].step()
+                end = "completed"  # the call was not met, or is none that anybody waits for
+            except OffloadError as error:
+                end = "stopped"
+                assert str(ILLEGAL_ADDRESS) in str(error), error
+        losses.clear()
+        gc.collect()
+        calls = calls if nth else simulator.call_count(call) - met
+        ends.append(end)
+        now = trained.tensors(0)
+        for mine, before, after in zip(now, began, trained.tensors(1), strict=True):
+            known = (mine == before) | (mine == after)
+            assert known.all(), "stepped twice, or by half"
+        if end == "stopped":
+            for _ in range(2):
+                with pytest.raises(OffloadError, match=r"no further step|restart"):
+                    trained.optimizers[0].step()
+                with pytest.raises(OffloadError, match=r"restart"):
+                    trained.backward(2, 0)
+            assert same(trained.tensors(0), now)
+        trained.manager.detach()
+        assert same(trained.tensors(0), now), "detach leaves the weights where they are"
+        del trained, once
+        gc.collect()
+        simulator.clear_faults()  # a new process
+        release_contexts()
+        nth += 1 + calls // 12
+    assert ends[0] == "completed" and ends.count("stopped") >= len(ends) // 2, ends
