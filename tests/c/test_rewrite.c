@@ -248,26 +248,45 @@ static void a_copy_that_is_written_may_be_replaced(void) {
     world_close(&w, "written");
 }
 
+/* A kernel on `stream` reads a master where it lies; `is_lost`: no event marks its end. */
+static void read_in_place(struct world *w, unsigned i, uintptr_t stream, int is_lost) {
+    const struct oo_request request = {
+        .member = w->member[i], .kind = OO_FORWARD, .stream = stream, .task = -1};
+    uintptr_t address;
+    need(oo_engine_map(w->engine, &request, 0, &address), "map");
+    CHECK(address != 0, "not mapped");
+    kernel(stream, w->master[i], w->bytes[i], 0, 1e-2);
+    if (is_lost)
+        sim.simFault("cuEventRecord", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    need(oo_engine_unmap(w->engine, w->member[i], stream), "unmap");
+    sim.simFaultClear();
+}
+
 /* H7: kernels on other streams may read masters where they lie while the device writes them. */
 static void what_reads_masters_in_place_is_waited_for(void) {
-    struct world w;
-    uintptr_t address;
-    world_open_on_device(&w, ARENA);
-    for (int i = 0; i < 2; i++)
-        need(step(&w), "step");
-    const uintptr_t other = new_stream(&w);
-    const struct oo_request request = {
-        .member = w.member[3], .kind = OO_FORWARD, .stream = other, .task = -1};
-    need(oo_engine_map(w.engine, &request, 0, &address), "map");
-    CHECK(address != 0, "not mapped");
-    kernel(other, w.master[3], w.bytes[3], 0, 1e-2);
-    need(oo_engine_unmap(w.engine, w.member[3], other), "unmap");
-    const uintptr_t copy = rewrite(&w, 3, 0, w.stream);
-    CHECK(copy != 0, "it is not there");
-    step_copy(&w, 3, copy, 60, 1e-5, w.stream);
-    rewritten(&w, 3, 1, 1, w.stream);
-    end_stream(&w, other);
-    world_close(&w, "reads");
+    for (int is_lost = 0; is_lost < 2; is_lost++) {
+        struct world w;
+        world_open_on_device(&w, ARENA);
+        for (int i = 0; i < 2; i++)
+            need(step(&w), "step");
+        const uintptr_t other = new_stream(&w);
+        read_in_place(&w, 3, other, is_lost);
+        const uintptr_t copy = rewrite(&w, 3, 0, w.stream);
+        CHECK(copy != 0, "it is not there");
+        step_copy(&w, 3, copy, 60, 1e-5, w.stream);
+        /* Likewise whoever rewrites it as well: it was read meanwhile. */
+        read_in_place(&w, 3, other, is_lost);
+        const uintptr_t second = new_stream(&w);
+        char *elsewhere = device_memory(&w, w.bytes[3]);
+        CHECK(!rewrite(&w, 3, 0, second), "both write to one copy");
+        step_copy(&w, 3, (uintptr_t)elsewhere, 61, 1e-5, second);
+        rewritten(&w, 3, 1, 1, w.stream);
+        need(oo_engine_settle(w.engine), "settle"); /* a mark that is lost names its stream */
+        end_device_memory(&w, elsewhere);
+        end_stream(&w, second);
+        end_stream(&w, other);
+        world_close(&w, "reads");
+    }
 }
 
 /* Units that are rewritten come when they are asked for, and are not trusted afterwards. */
