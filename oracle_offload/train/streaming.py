@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import types
+import weakref
 from typing import Any
 
 from torch.optim import Optimizer
@@ -134,16 +134,23 @@ def _stream(
     kind: Any = type(optimizer)
     optimizer.__class__ = streamed(kind)
     if patched is not None:
-        optimizer.__dict__["step"] = types.MethodType(_counted_step, optimizer)
+        optimizer.__dict__["step"] = _counted_step(optimizer)
 
 
-def _counted_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Step, and let schedulers know: they patch a step so that exists before they do."""
-    optimizer._opt_called = True
-    return type(optimizer).step(optimizer, *args, **kwargs)
+def _counted_step(optimizer: Any) -> Any:
+    """Return a step that lets schedulers know: they patch one so that exists before they do.
 
+    It does not keep the optimizer, which goes with its last reference, as one of plain torch does.
+    """
+    made = weakref.ref(optimizer)
 
-_counted_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    def step(*args: Any, **kwargs: Any) -> Any:
+        own: Any = made()
+        own._opt_called = True
+        return type(own).step(own, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
 
 
 def _refuse_by_name(optimizer: Any) -> None:

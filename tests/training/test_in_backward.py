@@ -167,6 +167,31 @@ def test_a_parameter_with_a_hook_is_stepped_afterwards(device):
         assert_same(seen[0], seen[1])
 
 
+def test_an_optimizer_that_is_gone_with_its_scheduler_leaves_its_parameters(device, small_batches):
+    """By their last references, as of plain torch: nobody waits for garbage to be collected."""
+    if small_batches == "together":
+        pytest.skip("in units of their own")
+    managed = Net()
+    with attached(managed, device):
+        former = torch.optim.AdamW(managed.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(former)
+        streamed(former)
+        with pytest.raises(OffloadError, match="another optimizer steps a Parameter of shape"):
+            streamed(torch.optim.SGD(managed.parameters(), lr=0.1))
+        assert scheduler.optimizer is former
+        gc.disable()
+        try:
+            del former, scheduler
+            optimizer = streamed(torch.optim.SGD(managed.parameters(), lr=0.1))
+        finally:
+            gc.enable()
+        before = managed.first.weight.detach().clone()
+        backward(managed, 0, device)
+        optimizer.step()
+        assert managed.first.weight.grad is None
+        assert not torch.equal(managed.first.weight.detach(), before)
+
+
 def test_two_optimizers_share_the_layers(device):
     managed, resident, _ = build(device, None)
     with attached(managed, device) as manager:
