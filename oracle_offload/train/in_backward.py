@@ -313,7 +313,10 @@ class InBackward(Stepper):
             for parameter in self._taken.values():
                 if parameter.grad is not None:
                     self.refuse_more(parameter)
-        super().step(optimizer)
+        try:
+            super().step(optimizer)
+        finally:
+            self.state.end_rewrites(self)
         self._taken.clear()
         self._put_in_order(optimizer)
         self._register(optimizer)

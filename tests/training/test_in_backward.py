@@ -144,7 +144,7 @@ def test_schedulers_hooks_and_a_closure_see_one_step(device):
 def test_a_parameter_with_a_hook_is_stepped_afterwards(device):
     """The hook sees its gradient, and may change it."""
     managed, resident, make = build(device, OPTIMIZERS["adamw"])
-    with attached(managed, device):
+    with attached(managed, device) as manager:
         models, seen = (managed, resident), []
         optimizers = [make(model.parameters()) for model in models]
         streamed(optimizers[0])
@@ -163,8 +163,31 @@ def test_a_parameter_with_a_hook_is_stepped_afterwards(device):
                     }  # fmt: skip
                 optimizer.step()
                 optimizer.zero_grad()
+            assert not manager.state.rewritten, "later uses would wait for what is home"
             assert_alike(models, optimizers)
         assert_same(seen[0], seen[1])
+
+
+def test_no_copy_is_kept_for_an_optimizer_that_this_backward_steps_nothing_of(
+    device, monkeypatch
+):
+    """Another one steps in it, so that uses may be kept; these gradients go home."""
+    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 1)
+    managed = Late()
+    with attached(managed, device, offload_percent=0.0) as manager:
+        ours = [p for layer in managed.layers[3:] for p in layer.parameters()]
+        hooked = [p for layer in managed.layers[:3] for p in layer.parameters()]
+        optimizers = [streamed(torch.optim.SGD(each, lr=0.1)) for each in (ours, hooked)]
+        for parameter in hooked:
+            parameter.register_hook(lambda gradient: 2 * gradient)
+        for number in range(3):
+            backward(managed, number, device)
+            assert all(p.grad is None for p in ours) and all(p.grad is not None for p in hooked)
+            assert manager.state.kept_bytes == 0
+            assert not any(pins for *_, pins in manager.state.engine.residents())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 def test_an_optimizer_that_is_gone_with_its_scheduler_leaves_its_parameters(device, small_batches):
@@ -478,6 +501,24 @@ def test_a_backward_that_raises_after_a_step_is_the_last(device, small_batches):
                 q.copy_(p.to(device))
             x = torch.ones(4, 32).to(device)
             assert_same(managed(x), resident(x))
+
+
+def test_a_step_is_refused_while_the_exception_of_its_backward_is_at_hand(device, monkeypatch):
+    """Its traceback holds what the backward has left."""
+    managed = Late()
+    with attached(managed, device):
+        optimizer = streamed(torch.optim.SGD(managed.parameters(), lr=0.1))
+
+        def fails(stepper, optimizer, batch):
+            raise ZeroDivisionError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(stepping.Stepper, "_compute", fails)
+            with pytest.raises(ZeroDivisionError) as held:
+                backward(managed, 1, device)
+        with pytest.raises(OffloadError, match="broken off before anything was stepped"):
+            optimizer.step()
+        assert held.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuEventRecord"])
