@@ -261,9 +261,11 @@ conformance: $(call ready,test)
 TOOLKIT ?= .venv-aitoolkit/source
 aitoolkit-environment: .venv-aitoolkit/installed $(filter .venv-aitoolkit/source/run.py,$(TOOLKIT)/run.py)
 	$(aitoolkit_py) setup.py --quiet build_ext --inplace
+	$(aitoolkit_py) tests/cuda/build.py .venv-aitoolkit
 
+# On the simulated driver under CPU tensors; over PyTorch's CUDA build it is a part of cuda-check.
 aitoolkit-check: aitoolkit-environment
-	TOOLKIT="$(TOOLKIT)" $(aitoolkit_py) -m pytest tests/toolkit $(ARGS)
+	CUDA_SIM=0 TOOLKIT="$(TOOLKIT)" $(aitoolkit_py) -m pytest tests/toolkit $(ARGS)
 
 # Whatever a page or a docstring names must be there. -E: what tools print has no date to go by.
 site: $(call ready,site) build

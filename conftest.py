@@ -85,7 +85,7 @@ def pytest_collection_finish() -> None:
 def _runs_on(item: pytest.Item, device: str) -> bool:
     """Whether a test runs on that device: of clients those do on a card, too, that take none."""
     if device == "cuda" and _device_of(item) is None:
-        return item.path.parent.name == "clients"
+        return item.path.parent.name in ("clients", "toolkit")
     return _device_of(item) == device
 
 

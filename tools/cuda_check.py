@@ -9,7 +9,9 @@
 
 The parts run one after the other, tests in processes beside each other. What a part says goes to
 out/cuda-check/; of one that failed the end is printed. The last line has the counts. Tests of which
-none ran, as all were skipped, have failed.
+none ran, as all were skipped, have failed. AI-Toolkit's own code runs in what it pins, in
+.venv-aitoolkit: where that or its source is not at hand, the part says so and is left out; who
+names the part wants it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ROOT / ".venv-cuda" / "bin" / "python"
+TOOLKIT = ROOT / ".venv-aitoolkit"
+SOURCE = Path(os.environ.get("TOOLKIT") or TOOLKIT / "source")
 OUTPUT = ROOT / "out" / "cuda-check"
 PYTEST = (
     *("-m", "pytest", "-o", "addopts=", "-ra", "--strict-markers", "-q", "-p", "no:cacheprovider"),
@@ -59,11 +63,17 @@ class Part:
     command: tuple[str, ...]
     limit_s: float = 3600
     environment: tuple[tuple[str, str], ...] = ()
+    python: Path = Path(sys.executable)
+    needs: tuple[Path, ...] = ()
 
     @property
     def counted(self) -> bool:
         """Whether it counts tests."""
         return "--junitxml={junit}" in self.command
+
+    def lacking(self) -> str:
+        """Return what it needs and is not there; "" where nothing is lacking."""
+        return ", ".join(str(path) for path in self.needs if not path.exists())
 
 
 def gpu_check(name: str, *only: str) -> Part:
@@ -103,6 +113,16 @@ PARTS = (
     # What takes a device has run in "training" with it.
     Part("gpu", (*PYTEST, "tests", "--ignore=tests/cuda", "-m", "gpu", "-k", "not [cuda")),
     Part("clients", (*PYTEST, "tests/clients", *ON_CUDA), 10800),
+    Part(
+        *("aitoolkit", (*PYTEST, "tests/toolkit", *ON_CUDA), 10800),
+        (("TOOLKIT", str(SOURCE)),),
+        TOOLKIT / "bin" / "python",
+        (
+            TOOLKIT / "bin" / "python",
+            ROOT / "build" / "aitoolkit" / "liboperators.so",
+            SOURCE / "run.py",
+        ),
+    ),
     Part("notebook", (*PYTEST, *files("notebook_docs", folder="unit"), "-m", "")),
     Part("demo", ("-m", "oracle_offload", "demo", "--device", "cuda", "--steps", "6")),
     # Its tests run above; "faults" fills a card's memory, which is the host's here.
@@ -134,7 +154,7 @@ def run(
     with log.open("w", encoding="utf-8") as said:
         try:
             code = subprocess.run(
-                [sys.executable, *command],
+                [str(part.python), *command],
                 cwd=ROOT,
                 env={**os.environ, **dict(part.environment)},
                 stdout=said,
@@ -190,6 +210,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     total = {"passed": 0, "failed": 0, "skipped": 0}
     good = True
     for part in chosen:
+        if lacking := part.lacking():
+            good &= part.name not in args.names
+            print(f"none {part.name:28} make aitoolkit-environment brings {lacking}", flush=True)
+            continue
         print(f"{part.name} ...", flush=True)
         passed, counts, seconds = run(part, args.resume, args.patience)
         good &= passed

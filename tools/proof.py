@@ -105,7 +105,7 @@ PARTS = (
         "AI-Toolkit",
         (*PYTEST, "tests/toolkit", "-m", "not gpu"),
         3600,
-        (("TOOLKIT", ".venv-aitoolkit/source"),),
+        (("TOOLKIT", ".venv-aitoolkit/source"), ("CUDA_SIM", "0")),
         ".venv-aitoolkit/bin/python",
     ),
     Part("planted bugs", (*PYTEST, "tests/mutation", "-m", "not gpu"), 600),

@@ -1,5 +1,7 @@
 """What every Python of .venv-cuda loads: the driver before torch, the operators right after it.
 
+Of .venv-aitoolkit, too: each has a build of its own.
+
 A .pth file imports this module when Python starts, and torch calls `after_torch` at the end of its
 own import (its entry points "torch.backends"); build.py writes both. ``CUDA_SIM=0`` leaves all of
 it out: then torch finds no CUDA driver. ``CUDA_SIM_DEVICES=2`` has two cards.
@@ -13,7 +15,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-FOLDER = Path(__file__).resolve().parent.parent.parent / "build" / "cuda"
+ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDER = ROOT / "build" / Path(sys.prefix).name.removeprefix(".venv-")  # of .venv-cuda: cuda
 ON = os.environ.get("CUDA_SIM", "1") != "0"
 
 if ON:
@@ -21,9 +24,10 @@ if ON:
     # By these names whoever asks for them later finds them: torch, pynvml, an engine.
     for _name in ("libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1"):
         ctypes.CDLL(str(FOLDER / _name))
-    # Without its kernels for a card bitsandbytes computes by its own operators in plain torch.
-    _name = "bitsandbytes.backends.cuda.ops"
-    sys.modules[_name] = ModuleType(_name)
+    # Without kernels for a card bitsandbytes and quanto compute by their own operators in plain
+    # torch. Quanto would have nvcc make them, for minutes.
+    for _name in ("bitsandbytes.backends.cuda.ops", "optimum.quanto.library.extensions.cuda"):
+        sys.modules[_name] = ModuleType(_name)
 
 
 def after_torch() -> None:

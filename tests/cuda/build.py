@@ -1,9 +1,10 @@
 """Build what `make cuda-check` runs on, and have a virtual environment load it.
 
-    python tests/cuda/build.py .venv-cuda
+    python tests/cuda/build.py .venv-cuda         # makes build/cuda
+    python tests/cuda/build.py .venv-aitoolkit    # build/aitoolkit, for the torch that is there
 
-Needs gcc, g++ and the headers of the CUDA toolkit, which come with nvcc or with the wheel
-nvidia-cuda-runtime that PyTorch's CUDA build brings. What is made lies in build/cuda.
+Needs gcc, g++ and the headers of the CUDA toolkit, which come with nvcc or with the wheels
+nvidia-cuda-runtime, that PyTorch's CUDA build brings, and nvidia-cuda-crt.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import c_build  # noqa: E402
 
-OUTPUT = ROOT / "build" / "cuda"
+VENV = Path(sys.argv[1]).absolute()
+OUTPUT = ROOT / "build" / VENV.name.removeprefix(".venv-")  # as before_torch.py has it
 PROGRAM = "oracle-offload-cuda-sim"  # the name under which torch finds what it loads at its import
 C_FLAGS = ("-O1", "-g", "-fPIC", "-pthread", "-fno-common")
 DRIVER_VERSION = 13000
@@ -33,10 +35,10 @@ def run(*command: str | Path) -> str:
     return done.stdout
 
 
-def folder_of_torch(venv: Path) -> Path:
+def folder_of_torch() -> Path:
     """Return where torch lies, without importing it."""
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    return Path(run(venv / "bin" / "python", "-c", where).strip()) / "torch"
+    return Path(run(VENV / "bin" / "python", "-c", where).strip()) / "torch"
 
 
 def toolkit_headers(torch: Path) -> Path:
@@ -44,7 +46,7 @@ def toolkit_headers(torch: Path) -> Path:
     for folder in (torch.parent / "nvidia" / "cu13" / "include", Path("/usr/local/cuda/include")):
         if (folder / "crt" / "host_defines.h").is_file() and (folder / "cuda.h").is_file():
             return folder
-    raise SystemExit("no headers of CUDA 13: they come with nvcc, or with nvidia-cuda-runtime")
+    raise SystemExit("no headers of CUDA 13: they come with nvcc, or with nvidia-cuda-crt")
 
 
 def imports(torch: Path, library: str) -> list[str]:
@@ -174,7 +176,7 @@ def newer(target: Path, *sources: Path) -> bool:
     return target.is_file() and all(s.stat().st_mtime <= target.stat().st_mtime for s in sources)
 
 
-def enter_into(venv: Path, torch: Path) -> None:
+def enter_into_environment(torch: Path) -> None:
     """Have every Python of the environment load the driver before torch, and operators with it."""
     packages = torch.parent
     (packages / f"{PROGRAM}.pth").write_text(
@@ -192,8 +194,7 @@ def enter_into(venv: Path, torch: Path) -> None:
 
 def main() -> int:
     """Build what has changed."""
-    venv = Path(sys.argv[1]).absolute()
-    torch = folder_of_torch(venv)
+    torch = folder_of_torch()
     OUTPUT.mkdir(parents=True, exist_ok=True)
     own = Path(__file__)
     sim = [ROOT / name for name in (*c_build.sources("simulator"), *c_build.headers())]
@@ -206,7 +207,7 @@ def main() -> int:
         nvml()
     if not newer(made["liboperators.so"], own, HERE / "operators.cpp"):
         operators(torch)
-    enter_into(venv, torch)
+    enter_into_environment(torch)
     return 0
 
 

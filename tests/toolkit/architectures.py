@@ -12,6 +12,7 @@ import types
 
 import tiny
 import torch
+from runs import DEVICE
 from toolkit.advanced_prompt_embeds import AdvancedPromptEmbeds
 from toolkit.config_modules import ModelConfig
 from toolkit.prompt_utils import PromptEmbeds
@@ -166,9 +167,10 @@ def hidream_o1(sd):
 
 
 def f_lite(sd):
-    sd.model = of("f_light.src", "DiT")(
-        in_channels=16, hidden_size=64, depth=2, num_heads=2, cross_attn_input_size=TEXT
-    )
+    with torch.device("cpu"):  # its __init__ multiplies what it makes on the host
+        sd.model = of("f_light.src", "DiT")(
+            in_channels=16, hidden_size=64, depth=2, num_heads=2, cross_attn_input_size=TEXT
+        )
     return noise(1, 16, 8, 8), prompt(), {}
 
 
@@ -261,7 +263,7 @@ def wan22_14b_i2v(sd):
 
     both = [WanTransformer3DModel(in_channels=36, out_channels=16, **WAN) for _ in range(2)]
     kind = of("wan22.wan22_14b_model", "DualWanTransformer3DModel")
-    sd.model = kind(*both, torch_dtype=torch.float32, device=torch.device("cpu"))
+    sd.model = kind(*both, torch_dtype=torch.float32, device=DEVICE)
     sd.vae = wan_vae()
     return noise(1, 16, 2, 8, 8), prompt(), {"tensor": picture(64)}
 
@@ -533,7 +535,7 @@ def made(arch):
     kind = classes()[arch]
     dtypes = dict.fromkeys(("dtype", "vae_dtype", "te_dtype"), "float32")
     sd = kind(
-        "cpu", ModelConfig(name_or_path="tiny", arch=arch, **dtypes), dtype="float32",
+        str(DEVICE), ModelConfig(name_or_path="tiny", arch=arch, **dtypes), dtype="float32",
         noise_scheduler=kind.get_train_scheduler(),
     )  # fmt: skip
     latents, embeds, batch = MAKERS[arch](sd)

@@ -1,16 +1,19 @@
 """The acceptance over AI-Toolkit's own code, in what it pins: ``make aitoolkit-check``.
 
-Nothing of it is in this repository: without a checkout these tests are not collected.
+Nothing of it is in this repository: without a checkout these tests are not collected. With
+``--device cuda`` models train on a card, or over the simulated driver (`make cuda-check`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from oracle_offload.train.micro_batches import kernel_flags
 
@@ -31,6 +34,8 @@ else:
         raise pytest.UsageError(f"TOOLKIT={TOOLKIT} is no AI-Toolkit checkout")
     sys.path.insert(0, str(Path(TOOLKIT).resolve()))
 
+    import equality
+
     import oracle_offload.aitoolkit
 
     oracle_offload.aitoolkit.install()
@@ -39,6 +44,11 @@ else:
     _core = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(_core)
     sim = _core.sim  # a fresh simulated device for every test, and nothing left on it
+
+
+def pytest_configure(config):
+    if TOOLKIT:
+        equality.DEVICE = config.getoption("--device") or "cpu"
 
 
 def pytest_report_header():
@@ -64,6 +74,14 @@ def precisions():
     before = kernel_flags.now()
     yield
     kernel_flags.restore(before)
+
+
+@pytest.fixture(autouse=True)
+def made_there(request):
+    """Let a test make tensors and models on a card. The trainer's own code takes care itself."""
+    itself = request.module.__name__ in ("test_checkout", "test_trainer")
+    with contextlib.nullcontext() if itself or equality.DEVICE == "cpu" else torch.device("cuda"):
+        yield
 
 
 @pytest.fixture

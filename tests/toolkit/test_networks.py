@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from equality import assert_same
-from runs import CPU, adapted, compare, inputs, network_on, prepared, saved, train, transformer
+from runs import DEVICE, adapted, compare, inputs, network_on, prepared, saved, train, transformer
 from toolkit.memory_management import MemoryManager
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -227,11 +227,11 @@ def test_a_network_survives_detach_and_free_of_its_model():
     for module in network.get_all_modules():
         torch.nn.init.normal_(module.lora_up.weight)
     expected = model(x)
-    MemoryManager.attach(model, CPU)
+    MemoryManager.attach(model, DEVICE)
     assert len(model._memory_manager.layers) == 12
     assert_same(model(x), expected)
     MemoryManager.detach(model)
-    assert_same(model(x), expected)
+    assert_same(model.to(DEVICE)(x), expected)
     MemoryManager.free(model)
     assert not any(p.is_meta for p in network.parameters())
 
@@ -239,9 +239,9 @@ def test_a_network_survives_detach_and_free_of_its_model():
 def test_the_network_asks_where_it_computes():
     model = transformer()
     network = network_on(model)
-    MemoryManager.attach(network, CPU)
-    assert network.get_all_modules()[0].lora_down._memory_management_device == CPU
+    MemoryManager.attach(network, DEVICE)
+    assert network.get_all_modules()[0].lora_down._memory_management_device == DEVICE
     network.multiplier = 0.5
     network._update_torch_multiplier()
-    assert network.torch_multiplier.device == CPU
+    assert network.torch_multiplier.device == DEVICE
     MemoryManager.detach(network)

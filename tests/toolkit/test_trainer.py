@@ -12,7 +12,8 @@ import pytest
 import tiny
 import torch
 import trainer
-from equality import assert_same, copied_bytes
+from equality import assert_same
+from runs import moved_bytes
 
 import oracle_offload.aitoolkit.together as aitoolkit_together
 import oracle_offload.train.micro_batches.accumulate as micro_batches
@@ -248,7 +249,7 @@ def test_one_setting_fetches_a_block_once_for_all_batches_of_a_step(model):
                 model,
                 True,
                 name=f"_together_{together}",
-                before_step=lambda _, moved=moved: moved.append(copied_bytes()[0]),
+                before_step=lambda _, moved=moved: moved.append(moved_bytes()),
                 train={
                     "disable_sampling": True,
                     "cache_text_embeddings": True,

@@ -12,8 +12,8 @@ from unittest import mock
 import numpy as np
 import torch
 from diffusers.pipelines.ltx2 import export_utils
-from equality import copied_bytes
 from PIL import Image
+from runs import DEVICE, moved_bytes
 from safetensors.torch import load_file
 from toolkit.memory_management import MemoryManager
 
@@ -39,7 +39,7 @@ def configuration(folder, arch, checkpoint, *, offloading, steps, **changes):
         "type": "sd_trainer",
         "training_folder": str(folder),
         "training_seed": 42,
-        "device": "cpu",
+        "device": str(DEVICE),
         "network": {"type": "lora", "linear": 4, "linear_alpha": 4},
         "save": {"dtype": "float32", "save_every": 2, "max_step_saves_to_keep": 9},
         "datasets": [
@@ -111,14 +111,14 @@ class Attached:
             self.look()
             free(cls, module)
 
-        before = copied_bytes()[0]
+        before = moved_bytes()
         with (
             mock.patch.object(MemoryManager, "attach", classmethod(attached)),
             mock.patch.object(MemoryManager, "free", classmethod(freed)),
         ):
             yield
         self.look()
-        self.link_bytes = copied_bytes()[0] - before
+        self.link_bytes = moved_bytes() - before
         for model in self.models:
             MemoryManager.detach(model)
 

@@ -90,6 +90,23 @@ def test_ci_fails_with_this_unless_the_machine_is_said_to_have_no_room(
     assert "test-all" in called.read_text().split()
 
 
+def test_a_part_that_lacks_something_says_what_and_fails_only_who_names_it(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = runs.parent / "gone"
+    noted = ("-c", NOTES.format(path=str(runs)))
+    parts = (Part("plain", noted), Part("more", noted, needs=(runs, gone)))
+    monkeypatch.setattr(cuda_check, "PARTS", parts)
+    monkeypatch.setattr(cuda_check, "continue_in_environment", lambda: None)
+    for named, ends, ran in (([], 0, 1), (["more"], 1, 1), (["plain"], 0, 2)):
+        assert cuda_check.main(named) == ends
+        assert len(runs.read_text()) == ran
+        said = capsys.readouterr().out
+        assert ("none more" in said and str(gone) in said) is (named != ["plain"])
+    gone.touch()
+    assert cuda_check.main(["more"]) == 0 and len(runs.read_text()) == 3
+
+
 def test_every_test_file_that_a_part_names_is_there() -> None:
     """And no name is used twice: what a part says lies in a file of its name."""
     named = [word for part in (*cuda_check.PARTS, *cuda_check.CORE) for word in part.command]
