@@ -1,4 +1,4 @@
-"""All weights train, in virtual time: rounds of gradients and a streamed step, beside the bound.
+"""All weights train, in virtual time: rounds of gradients and a streamed step, and the bound.
 
     python benchmarks/full_training.py           # the tables
     python benchmarks/full_training.py --page    # ... and docs/full-fine-tuning.md
@@ -106,7 +106,7 @@ def arena_of(case: Case, trace: Trace, memory: float) -> int:
     tokens = case.size if case.model == "llama-8b-whole" else (case.size // 16) ** 2 + 512
     unit = 2 * case.batch * tokens * hidden
     kept = unit * len(trace.blocks)  # the input of each block
-    # What the largest block saves once it is computed again, and what its backward takes besides.
+    # What the largest block saves once it is computed again, and what else its backward takes.
     recomputed = unit * (20.5 if case.model == "llama-8b-whole" else 22) * 1.25
     logits = LOGITS if case.model == "llama-8b-whole" else 0.0
     room = memory - CONTEXT - LEAVING - kept - recomputed - logits
@@ -250,7 +250,7 @@ def _version(parameter: Any) -> int:
 
 
 class _Held:
-    """Stands for an attached model where its device and `stream_optimizer` look for one."""
+    """Replaces an attached model where its device and `stream_optimizer` look for one."""
 
     def __init__(self, state: Any, gradients: Any) -> None:
         self._state = state
@@ -258,7 +258,7 @@ class _Held:
         self.layers: list[Any] = []
 
     def add(self, unit: int, parameter: Any, view: Any) -> Any:
-        """Return what stands for a layer with that weight; `view` is one of the arena."""
+        """Return a stand-in for a layer with that weight; `view` is one of the arena."""
         layer = types.SimpleNamespace(
             unit=unit,
             attachment=self._attachment,
@@ -397,7 +397,7 @@ def _train(
         address = np.frombuffer(space, "b").ctypes.data
         base = -(-address // 256) * 256
         engine.add_segment(lease, base, arena, stream)
-        with warnings.catch_warnings(action="ignore"):  # nobody writes there: see `_idle`
+        with warnings.catch_warnings(action="ignore"):  # no code writes there: see `_idle`
             slots = torch.frombuffer(space, dtype=torch.uint8)[base - address :]
 
         def view(at: int, parameter: Any) -> Any:
@@ -544,7 +544,7 @@ def verdict(rows: Sequence[tuple[Case, str, list[dict[str, Any]]]]) -> str:
 
 
 def beside(row: dict[str, Any]) -> str:
-    """Return our predicted tokens a second beside what ml_dataflow reports as measured."""
+    """Return our predicted tokens a second, and what ml_dataflow reports as measured."""
     ours = row["tokens_a_second"]
     return (
         f"In the memory of als244/ml_dataflow's row of {RIVAL_PART:,} tokens/s (an H100, "

@@ -7,7 +7,7 @@
     python tools/cuda_check.py --patience 4  # limits of a machine that is busy
     python tools/cuda_check.py --list
 
-The parts run one after the other, tests in processes beside each other. What a part says goes to
+The parts run one after the other, tests in processes side by side. What a part says goes to
 out/cuda-check/; of one that failed the end is printed. The last line has the counts. Tests of which
 none ran, as all were skipped, have failed. AI-Toolkit's own code runs in what it pins, in
 .venv-aitoolkit: where that or its source is not at hand, the part says so and is left out; who

@@ -112,7 +112,7 @@ class Trial:
 
 
 def train(folder: Path, limit_s: float) -> str:
-    """Train with the package in a folder; what told that something is wrong."""
+    """Train with the package in a folder; what reported that something is wrong."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(

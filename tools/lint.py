@@ -98,6 +98,7 @@ def checks(fix: bool) -> list[tuple[str, Callable[[], bool]]]:
         ("ruff check", lambda: call(ruff, "check", *PYTHON_PATHS)),
         ("ruff format", lambda: call(ruff, "format", "--check", *PYTHON_PATHS)),
         ("clang-format", lambda: call(clang_format, "--dry-run", "--Werror", *c_files())),
+        ("plain words", lambda: call(sys.executable, "tools/words.py")),
         ("mypy --strict", lambda: call(sys.executable, "-m", "mypy")),
         ("stubtest", stubtest),
         ("C warnings", c_warnings),

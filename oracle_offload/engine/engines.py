@@ -456,7 +456,7 @@ def close_if_unused(state: DeviceState) -> None:
             return
         for observer in observers:
             observer.closing(state)
-        # After Ctrl-C in between nobody finds it, and the next attach or detach closes it.
+        # After Ctrl-C in between no code finds it, and the next attach or detach closes it.
         _orphans.append(state.engine)
         del _registry[str(state.device)]
         try:

@@ -1,7 +1,7 @@
 """Norms of gradients with the device's bits: computed there, as the gradients leave for the host.
 
 torch's clipping runs as it is, over stand-ins on the device for the gradients of managed weights,
-and is told their norms: so it sums them in the order of a resident model. Each gradient is brought
+and is given their norms: so it sums them in the order of a resident model. Each gradient is brought
 to the device once more: no version and no sample tells surely of a write through ``.data``, and to
 read all bytes takes longer than to copy them.
 
@@ -94,7 +94,7 @@ def note(state: DeviceState, master: Tensor, norms: dict[Any, Tensor]) -> None:
         state.norms.pop(id(master), None)
 
 
-# ---- what torch's clipping is told ----
+# ---- the norms that torch's clipping is given ----
 
 
 class _Gradient(NamedTuple):
@@ -106,12 +106,12 @@ class _Gradient(NamedTuple):
 
 
 class _Answers(TorchFunctionMode):
-    """Tells the norms of gradients where torch asks for those of what stands for them."""
+    """Gives the norms of gradients where torch asks for those of their stand-ins."""
 
     def __init__(self, stands_for: dict[int, _Gradient]) -> None:
         super().__init__()
         self._stands_for = stands_for
-        self._known: dict[_How, dict[int, Tensor]] = {}  # norms to be told, by their masters
+        self._known: dict[_How, dict[int, Tensor]] = {}  # norms to be given, by their masters
         self._coming: list[tuple[DeviceState, int, Tensor | None]] = []
 
     def end(self) -> None:
@@ -202,7 +202,7 @@ def rewrap(
 ) -> Callable[[], None]:
     """Let functions of torch's clipping run what `make` returns of them; return what undoes that.
 
-    Whoever has imported one has it under a name of its own. What each of them wraps is looked up
+    Code that has imported one has it under a name of its own. What each of them wraps is looked up
     when it is called.
     """
     replaced: list[tuple[Any, Any, Any]] = []
@@ -225,7 +225,7 @@ def rewrap(
 def _told(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # nothing stands for a tensor there
+        if torch.compiler.is_compiling():  # no tensor has a stand-in there
             return own(tensors, *args, **kwargs)
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         managed = _managed(tensors)

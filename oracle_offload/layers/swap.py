@@ -275,7 +275,7 @@ def swap_out(module: nn.Module) -> None:
     _follow_class(module)
     base = vars(type(module)).get(BASE)
     if base is not None:  # a class that was derived since (a parametrisation's) stays
-        object.__setattr__(module, "__class__", base)  # of which the layer need not hear
+        object.__setattr__(module, "__class__", base)  # of which the layer need not know
     module.__dict__.pop(HANDLE, None)  # last: after Ctrl-C it is known by this, and undone again
 
 

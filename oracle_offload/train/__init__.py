@@ -1,4 +1,4 @@
-"""What training needs beside the weights: batches that fit, guards, optimizers, activations."""
+"""What training needs in addition to weights: batches that fit, guards, optimizers, activations."""
 
 from __future__ import annotations
 

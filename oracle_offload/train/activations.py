@@ -3,7 +3,7 @@
 What autograd saves in a forward is packed by saved-tensor hooks. The memory of a large tensor, one
 storage however many tensors are views of it, is copied to page-locked memory on the stream towards
 the host. Torch's allocator has the device's bytes back once the compute stream waits for that copy,
-which is told to do so only when `device_budget` is full: by then the copy has long run. In backward
+which does so only when `device_budget` is full: by then the copy has long run. In backward
 what is needed next is copied to new memory of torch's, in the order that the step before has
 learned, as far ahead as the budget reaches.
 
@@ -49,7 +49,7 @@ _hooks_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ign
 _functorch_active = torch._C._are_functorch_transforms_active
 _storage_at = torch.UntypedStorage._new_with_weak_ptr
 _LARGEST_ON_DEVICE = 4  # largest storages that the device keeps, where the budget is "auto"
-_RUNS_BELIEVED = 16  # after so many it is seen anew who holds what anyway
+_RUNS_BELIEVED = 16  # after so many who holds what is found out again in any case
 # Who else takes saved tensors off the device, by the class that its hooks are defined in.
 _OTHERS = {
     "save_on_cpu": "torch.autograd.graph.save_on_cpu",
@@ -75,7 +75,7 @@ class Counts(NamedTuple):
     returned, returned_bytes : int
         Copies back. What was still on the device needed none.
     late : int
-        Of these, those that nobody had asked for before backward needed them.
+        Of these, those that were not asked for before backward needed them.
     stayed, stayed_bytes : int
         Storages that were kept on the device, as they come back first or the host had no room.
     refused : int
@@ -127,7 +127,7 @@ class _Trip:
 
 
 class _Anchor:
-    """Held by all that is packed of one storage: when it goes, nobody needs the bytes any more."""
+    """Held by all that is packed of one storage: when it goes, the bytes are no longer needed."""
 
     __slots__ = ("__weakref__", "trip")
 
@@ -204,7 +204,7 @@ class _Hooks(ChainedHooks):
 
 
 class _Forward:
-    """Stands before a model's forward."""
+    """Runs before a model's forward."""
 
     def __init__(self, offload: ActivationOffload, model: nn.Module) -> None:
         self.before = model.__dict__.get("forward")
@@ -253,7 +253,7 @@ class ActivationOffload:
     host_bytes : int
         Of page-locked memory, at most.
     may_lock : callable
-        Whether so many bytes may be page-locked beside the model's masters.
+        Whether so many bytes may be page-locked in addition to the model's masters.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class ActivationOffload:
         self._largest = 0
         self._pool = LockedPool(state, lambda n: n <= host_bytes and may_lock(n))
         self._lock = Lock("activations")
-        self._gone: collections.deque[_Trip] = collections.deque()  # that nobody needs any more
+        self._gone: collections.deque[_Trip] = collections.deque()  # that are no longer needed
         self._known: dict[int, tuple[weakref.ref[_Anchor], Tensor, int]] = {}  # by storage
         self._leaving: collections.deque[_Trip] = collections.deque()  # held until their copy ran
         self._leaving_bytes = self._held_bytes = 0  # of those; of all that the device holds
@@ -367,9 +367,9 @@ class ActivationOffload:
         self._close_if_free()
 
     def _has_gone(self, trip: _Trip) -> None:
-        """Hear, from a finalizer, that no graph needs a storage any more."""
+        """Note, from a finalizer, that no graph needs a storage any longer."""
         self._gone.append(trip)
-        if not self.is_active:  # nobody may call here again
+        if not self.is_active:  # no later call may come here
             self._close_if_free()
 
     # ---- as a listener of the device, whose lock is held ----
@@ -434,7 +434,7 @@ class ActivationOffload:
             _inside.set(around)
 
     def _look_at_weights(self) -> None:
-        """Note where parameters, buffers, masters and slots lie: they are never copied."""
+        """Note where parameters, buffers, masters and slots are: they are never copied."""
         model = self._model()
         found: set[int] = set()
         for tensor in (*model.parameters(), *model.buffers()) if model is not None else ():
@@ -660,7 +660,7 @@ class ActivationOffload:
         self._run = _Run()
 
     def _leave_out_forwards(self) -> None:
-        """Begin anew, and learn nothing, where most of what was saved has gone without a backward.
+        """Begin again, and learn nothing, where most of what was saved has gone without a backward.
 
         A validation that records a graph would else grow the run, and hide the order of a step.
         """
@@ -669,7 +669,7 @@ class ActivationOffload:
             self._run = _Run()
 
     def _reap(self) -> None:
-        """End the trips that nobody needs any more: a finalizer calls no engine.
+        """End the trips that are no longer needed: a finalizer calls no engine.
 
         What an interrupt cuts short is done once more: each line of it may run twice.
         """

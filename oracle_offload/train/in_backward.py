@@ -6,8 +6,8 @@ make a batch; its states come while backward computes further, and go home with 
 what is left.
 
 What needs all gradients at once cannot be had: it is refused, before anything is stepped where that
-can be known by then. Where a backward ends by an exception after something was stepped, nobody has
-the gradients that are missing: no further step is taken.
+can be known by then. Where a backward ends by an exception after something was stepped, the
+missing gradients exist nowhere: no further step is taken.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CLIPS = (
 class InBackward(Stepper):
     """Steps the Parameters of one optimizer as their gradients come.
 
-    `DeviceState.gradients_lock` is held by whoever calls it, but for `step` and `await_home`.
+    `DeviceState.gradients_lock` is held by the caller, except for `step` and `await_home`.
     """
 
     steps_in_backward = True

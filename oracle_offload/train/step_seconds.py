@@ -30,7 +30,7 @@ class StepSeconds(NamedTuple):
     device_s : float
         The longest of the kernels, of the bytes that come, and of those that go home.
     host_s : float
-        The host's own kernels, and the copies of what is in the arena, which is copied anew then.
+        The host's own kernels, and the copies of what is in the arena, which is copied again then.
     there_bytes, home_bytes : float
         That a step on the device moves each way.
     there_bps, home_bps : float

@@ -1,4 +1,4 @@
-"""Optimizers that step weights of the host on the device, with states that lie on the host.
+"""Optimizers that step weights of the host on the device, with states on the host.
 
 `step` brings a few Parameters at a time to the device, with their gradients and states, lets the
 optimizer's own code step them there, and sends Parameters and states home while the next ones come.
@@ -396,7 +396,7 @@ class _Keeps:
             if changed and not (self._is_first and type(now.get(name)) is bool):
                 raise OffloadError(
                     f"{self._kind.__name__} cannot be streamed: its step changes the attribute "
-                    f"{name!r}, which is lost between batches. Only what lies in `state` is kept; "
+                    f"{name!r}, which is lost between batches. Only what is in `state` is kept; "
                     "its step runs on the host, as without stream_optimizer."
                 )
         self._before, self._is_first = now, False
@@ -460,7 +460,7 @@ def _same(one: Any, other: Any) -> bool:
 # ---- a step ----
 
 
-_Row = tuple[Tensor, Tensor, "dict[str, Any] | None"]  # Parameter, what stands for it, its state
+_Row = tuple[Tensor, Tensor, "dict[str, Any] | None"]  # Parameter, its stand-in, its state
 
 
 @dataclass
@@ -472,12 +472,12 @@ class Batch:
     gradients : dict
         Those that are on the device already, by the `id` of the Parameter.
     brought : list
-        What stands for them on the device, while they are about to be stepped; all of them where
+        Their stand-ins on the device, while they are about to be stepped; all of them where
         `is_brought`.
     tickets : list
         Of the copies there, and what they write to, which lives as long.
     units : set
-        Whose copies in the arena are stepped where they lie.
+        Whose copies in the arena are stepped in place.
     is_spent : bool
         Whether its step was begun: the optimizer may have written to `gradients`.
     stepped : list or None
@@ -512,7 +512,7 @@ class Stepper:
         self._homes: dict[int, Home] = {}
         self._counters: dict[int, set[str]] = {}  # names of states that are numbers of the host
         self._fused: set[int] = set()  # whose numbers are on the device
-        self._own: dict[int, Tensor] = {}  # managed Parameters that nobody else steps, by `id`
+        self._own: dict[int, Tensor] = {}  # managed Parameters that no one else steps, by `id`
         # By unit whose masters are being rewritten, where its copy is that is stepped, too; 0: it
         # is not.
         self._rewritten: dict[int, int] = {}
@@ -684,7 +684,7 @@ class Stepper:
         batch.is_brought = True
 
     def _copy_of(self, parameter: Tensor, batch: Batch) -> Tensor | None:
-        """Return a Parameter as it lies in the arena, where it is stepped; None: it has to come.
+        """Return a Parameter as it is in the arena, where it is stepped; None: it has to come.
 
         From here on its units are rewritten. What another unit has of it, too, is not trusted.
         """
@@ -747,10 +747,10 @@ class Stepper:
         self._written.discard(unit)
 
     def _end_rewrites(self) -> None:
-        """What a step has left begins anew: no copy of it is trusted."""
+        """Begin again with what a step has left: no copy of it is trusted."""
         if self._rewritten:
             with contextlib.suppress(OffloadError):
-                self._arrive()  # what goes home may lie in the arena
+                self._arrive()  # what goes home may be in the arena
         for unit in list(self._rewritten):
             with contextlib.suppress(OffloadError):  # else at the next step
                 self._end_rewrite(unit, is_right=False)

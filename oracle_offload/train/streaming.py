@@ -164,7 +164,7 @@ def _refuse_by_name(optimizer: Any) -> None:
     if getattr(optimizer, "is_paged", False):
         raise OffloadError(
             f"{name} cannot be streamed: its states are paged, so that the system moves them. Use "
-            "the class without 'Paged': its states will lie on the host all the same."
+            "the class without 'Paged': its states will be on the host all the same."
         )
     for group in optimizer.param_groups:
         for option in ("capturable", "differentiable"):

@@ -168,9 +168,7 @@ def test_a_parameter_with_a_hook_is_stepped_afterwards(device):
         assert_same(seen[0], seen[1])
 
 
-def test_no_copy_is_kept_for_an_optimizer_that_this_backward_steps_nothing_of(
-    device, monkeypatch
-):
+def test_no_copy_is_kept_for_an_optimizer_that_this_backward_steps_nothing_of(device, monkeypatch):
     """Another one steps in it, so that uses may be kept; these gradients go home."""
     monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 1)
     managed = Late()

@@ -10,7 +10,7 @@ from .sinks import Feed, Sink
 
 
 class AccelerateTracker(GeneralTracker):  # type: ignore[misc,unused-ignore]
-    """Hands what ``accelerator.log`` is given, with the numbers beside, to sinks.
+    """Hands what ``accelerator.log`` is given, together with the numbers, to sinks.
 
     ``Accelerator(log_with=[AccelerateTracker(metrics.append)])``; accelerate takes a tracker only
     once ``accelerator.init_trackers(name)`` has been called. Values that are

@@ -48,7 +48,7 @@ class Feed:
         self._meter.read()
 
     def __call__(self, step: int | None, /, **more: Any) -> Numbers:
-        """Read, and pass on with what of `more` is a number; a `step` stands for one in `more`."""
+        """Read, and pass on with what of `more` is a number; a `step` replaces one in `more`."""
         known = _numbers_among(more if step is None else {**more, "step": step})
         numbers = self._meter.read(**known)
         for place, sink in enumerate(self.sinks):

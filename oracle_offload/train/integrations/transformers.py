@@ -46,7 +46,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc,unused
 
 
 class _Together:
-    """Stands before a Trainer's micro-batches: the first one's turn runs all of a step.
+    """Runs before a Trainer's micro-batches: the first one's turn runs all of a step.
 
     Parameters
     ----------

@@ -247,7 +247,7 @@ class _Accumulation:
     # ---- what torch calls instead ----
 
     def install(self) -> None:
-        """Stand where a backward begins, and around functions of autograd, until `uninstall`."""
+        """Intercept the begin of backward, and functions of autograd, until `uninstall`."""
         _running.append(self)
         if _running[0] is not self:
             raise OffloadError("accumulate is already under way in this process; it runs alone.")
@@ -329,7 +329,7 @@ class _Accumulation:
             _running.remove(self)
 
     def _remove_hooks(self) -> None:
-        """Leave no grain's end to be heard of; a handle may not have been kept in time."""
+        """Remove the hooks at the ends of grains; a handle may not have been kept in time."""
         for module in (module for grains in self._grains for module in grains.modules):
             for key in [k for k, hook in module._forward_hooks.items() if hook is self._ended_hook]:
                 module._forward_hooks.pop(key, None)
@@ -349,8 +349,8 @@ class _Accumulation:
     def _begin_whole(self) -> None:
         """What comes now is not divided: a function of autograd, or a checkpoint.
 
-        Around a function's forward stand frames of torch's own, which keep for this thread where on
-        the stack they lie: another micro-batch must not find that. A checkpoint's layers divided
+        Around a function's forward are frames of torch's own, which keep for this thread where on
+        the stack they are: another micro-batch must not find that. A checkpoint's layers divided
         would have backward keep what it computes again for all micro-batches at once.
         """
         micro_batch = self._here()
@@ -415,7 +415,7 @@ class _Accumulation:
             raise _Unwound
 
     def _set_aside(self, micro_batch: _MicroBatch) -> None:
-        """Go back to whoever lets the micro-batches take turns; return when it goes on."""
+        """Go back to the code that lets the micro-batches take turns; return when it goes on."""
         lending = [layer for grains in self._grains for layer in grains.lending]
         paused = [(layer, layer.pause()) for layer in reversed(lending) if layer.is_lending_here()]
         micro_batch.state = self._states.now()

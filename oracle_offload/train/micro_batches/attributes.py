@@ -142,7 +142,7 @@ class _Trained:
     """Which parameters of a model require gradients, like a dict of one entry."""
 
     def __init__(self, model: nn.Module) -> None:
-        # Weakly: some may be lent, in another thread too, and whoever keeps those is refused.
+        # Weakly: some may be lent, in another thread too, and code that keeps those is refused.
         self._parameters = [weakref.ref(one) for one in model.parameters()]
         self._last: tuple[bool, ...] = ()
         self.get("")
@@ -425,7 +425,7 @@ def _joined(before: Any, of_each: Sequence[Any]) -> Any:
 
 
 def missing_or(values: dict[str, Any], name: str) -> Any:
-    """Return what a dict has under a name, as `Places.written` is told it."""
+    """Return what a dict has under a name, as `Places.written` gets it."""
     return values.get(name, _MISSING)
 
 
@@ -590,7 +590,7 @@ def _of_class(kind: type, seen: set[int], names: Container[str] | None = None) -
 
 
 def _globals_read_by(models: Iterable[nn.Module], held: set[int]) -> Iterator[_Place]:
-    """Yield what the code of `models` reads by name beside its modules' attributes.
+    """Yield what the code of `models` reads by name, in addition to its modules' attributes.
 
     Globals, variables of functions around, attributes of classes and of those that are objects or
     modules of Python, and what they hold; and what functions that it calls by name read so. Code of
@@ -714,7 +714,7 @@ def _is_in_passed_over(name: str) -> bool:
 
 
 def _functions_of(models: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
-    """Yield the functions of the modules' classes, and what stands in their ``forward``."""
+    """Yield the functions of the modules' classes, and those that replace their ``forward``."""
     modules = [module for model in models for module in model.modules()]
     classes = {kind for module in modules for kind in type(module).__mro__}
     for kind in classes:

@@ -1,6 +1,6 @@
 """After which modules one micro-batch makes room for the next.
 
-They are pieces of a model that the arena holds. What lies between two such places is computed for
+They are pieces of a model that the arena holds. What is between two such places is computed for
 all micro-batches, one after the other, while its weights are on the device.
 """
 
@@ -27,7 +27,7 @@ class Grains(NamedTuple):
 
 
 def grains_of(attachment: Attachment) -> Grains:
-    """Return the largest modules of an attached model that are small beside the arena.
+    """Return the largest modules of an attached model that are small next to the arena.
 
     None, where the arena holds all managed weights: each is fetched once as it is.
     """
@@ -48,7 +48,7 @@ def grains_of(attachment: Attachment) -> Grains:
 def _children(module: nn.Module) -> Iterator[nn.Module]:
     layer: Any = module.__dict__.get(HANDLE)
     if isinstance(layer, AnyLayer) and layer.wrappers:
-        return iter(())  # a parametrisation stands on its weights while it computes
+        return iter(())  # a parametrisation replaces its weights while it computes
     return module.children()
 
 
@@ -57,7 +57,7 @@ def _collect(module: nn.Module, nbytes: dict[int, int], most: float, found: Grai
         return
     parts = [child for child in _children(module) if nbytes[id(child)]]
     is_called = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
-    is_whole = not parts or _is_compiled(module)  # hooks inside a compiled one may not be heard
+    is_whole = not parts or _is_compiled(module)  # hooks inside a compiled one may not run
     if is_called and (nbytes[id(module)] <= most or is_whole):
         found.modules.append(module)
         return

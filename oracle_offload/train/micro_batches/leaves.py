@@ -144,7 +144,7 @@ class Leaves:
         ----------
         graph : Graph
             That the inner backward goes through. Its leaves are what is trained, and the detached
-            inputs of the checkpoint, which are nobody else's.
+            inputs of the checkpoint, which belong to it alone.
         micro_batch : int or None
             Whose backward that is; None where they are not interleaved.
         """

@@ -1,7 +1,7 @@
 """What is kept per thread, or for the whole process, while a step of training is under way.
 
 Micro-batches that take turns in one thread each need their own: `ThreadState.now` notes all of it,
-`ThreadState.restore` puts it there again, whatever stands there by then.
+`ThreadState.restore` puts it there again, whatever is there by then.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Generators:
     Parameters
     ----------
     devices : sequence of torch.device
-        Those that models are attached to; parts of a model may lie on other GPUs.
+        Those that models are attached to; parts of a model may be on other GPUs.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -268,7 +268,7 @@ class ThreadStates:
         try:
             self._put(state)
         except BaseException:
-            self._put(state)  # each part is put there whatever stands there by then
+            self._put(state)  # each part is put there whatever is there by then
             raise
 
     def _put(self, state: ThreadState) -> None:

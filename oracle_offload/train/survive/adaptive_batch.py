@@ -18,7 +18,7 @@ class AdaptiveBatch:
 
     Every part counts by its weight (samples, or the tokens that have a loss), so the gradient is
     that of the whole batch however it is divided. Where memory runs out, gradients, buffers and
-    generators go back to where the batch began, and it begins anew in smaller parts; their size
+    generators go back to where the batch began, and it begins again in smaller parts; their size
     stays for the batches that follow.
 
     Parameters
@@ -37,7 +37,7 @@ class AdaptiveBatch:
     scaler : torch.amp.GradScaler, optional
         Scales the losses.
     generators : iterable of torch.Generator
-        Those that `loss_of` draws from, besides the process's own.
+        Those that `loss_of` draws from, in addition to the process's own.
 
     Attributes
     ----------
@@ -109,7 +109,7 @@ class AdaptiveBatch:
         gradients = {p: p.grad for p in self._model.parameters()}
         # What is added to in place is copied; what is None needs no copy to be None again.
         restore = keep(gradients, {})
-        # Whether somebody wrote to them cannot be told: batch norm does so behind torch's version.
+        # Whether code wrote to them cannot be seen: batch norm does so behind torch's version.
         buffers = [keep(buffer, {}) for buffer in self._model.buffers()]
 
         def go_back() -> None:

@@ -139,7 +139,7 @@ def shrink_until_it_fits(
     Parameters
     ----------
     operation : callable
-        Takes the size; begins anew each time.
+        Takes the size; begins again each time.
     size : int
         The first one.
     law : Shrink

@@ -98,7 +98,7 @@ def find_batch_size(
         Whatever else `step` changes and has ``state_dict`` and ``load_state_dict``: schedulers,
         data loaders that know their position.
     generators : iterable of torch.Generator
-        Those that `step` draws from, besides the process's own.
+        Those that `step` draws from, in addition to the process's own.
     start, minimum : int
         The first size, and the smallest.
     maximum : int, optional

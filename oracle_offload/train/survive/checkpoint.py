@@ -29,7 +29,7 @@ class Checkpoint:
     """One file that always holds a whole checkpoint: the last, or the one before it.
 
     It has what is trained, buffers, optimizer, scaler, the random generators, and whatever else
-    is named. It is written beside the old one, brought to the disk and renamed; nothing is
+    is named. It is written next to the old one, brought to the disk and renamed; nothing is
     allocated on the device for it.
 
     Parameters
@@ -47,7 +47,7 @@ class Checkpoint:
     frozen : bool
         Also save frozen parameters; by default they come from where the model came from.
     generators : iterable of torch.Generator
-        Those that training draws from, besides the process's own.
+        Those that training draws from, in addition to the process's own.
     **parts
         Whatever else has ``state_dict`` and ``load_state_dict``, by name: ``scheduler=``,
         ``data=`` (a loader or sampler that knows its position), ``ema=``.
@@ -214,7 +214,7 @@ class Checkpoint:
 
 
 def _on_host(value: Any) -> Any:
-    """Return a state whose tensors lie on the host, each in a storage of its own size."""
+    """Return a state whose tensors are on the host, each in a storage of its own size."""
     if isinstance(value, Tensor):
         host = value.detach().cpu()
         with contextlib.suppress(NotImplementedError):  # a subclass that is made of others

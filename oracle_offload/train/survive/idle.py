@@ -86,8 +86,8 @@ class IdleAlarm:
         For how many steps a parameter may stay as it is. Every so many steps all trainable values
         are read once; the other steps only look whether there are gradients.
     scaler : torch.amp.GradScaler, optional
-        The one that steps the optimizer: steps that it skipped are told from steps that nobody
-        made.
+        The one that steps the optimizer: steps that it skipped are distinguished from steps
+        that were never made.
     on_alarm : callable, optional
         Called with the list of new findings; what it raises ends the step. By default they are
         logged as warnings.

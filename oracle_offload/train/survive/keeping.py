@@ -68,7 +68,7 @@ def keep(value: Any, known: _Known) -> Restore:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that `keep` would copy, those that stand there twice twice."""
+    """Yield the tensors that `keep` would copy, those that are there twice, twice."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, MutableMapping):
@@ -87,7 +87,7 @@ class TrainingState:
     Parameters
     ----------
     model : nn.Module
-        Its trainable parameters and its buffers; frozen parameters are nobody's to change.
+        Its trainable parameters and its buffers; no code may change frozen parameters.
     optimizers : iterable of torch.optim.Optimizer
         Their states, groups, and the parameters that they hold.
     scaler : torch.amp.GradScaler, optional
@@ -132,7 +132,7 @@ class TrainingState:
     def keep(self, *, values: bool) -> None:
         """Keep it all; without `values` neither parameters nor optimizer states."""
         known: _Known = {}
-        if not values:  # as they are: nobody writes to them, but a scheduler to a learning rate
+        if not values:  # as they are: no code writes to them, but a scheduler to a learning rate
             large = [each for each in self._values if each.numel() > 1]
             known = {id(each): lambda each=each: each for each in large}  # type: ignore[misc]
         wholes: list[Any] = [self._buffers, self._values]

@@ -44,9 +44,9 @@ def card(device: Any = None) -> torch.device | None:
 
 
 def device_free_and_total(device: Any = None) -> tuple[int | None, int | None]:
-    """Return the bytes of a card that are free, and all of them; None where nobody tells.
+    """Return the bytes of a card that are free, and all of them; None where neither is known.
 
-    What torch caches counts as free: it gives it to whoever asks next.
+    What torch caches counts as free: it gives it to the next allocation.
     """
     found = card(device)
     return (None, None) if found is None else card_free_and_total(found)
@@ -89,7 +89,7 @@ def get_detailed_memory_info(device: Any = None) -> Info:
     Returns
     -------
     dict of str to int or None
-        ``allocated_bytes``, ``reserved_bytes``, ``cached_bytes`` (reserved for nobody),
+        ``allocated_bytes``, ``reserved_bytes``, ``cached_bytes`` (reserved, and free),
         ``peak_bytes``, ``free_bytes``, ``total_bytes``, ``other_bytes`` (held by others and by the
         driver), ``num_alloc_retries``, ``num_ooms``, ``host_available_bytes``,
         ``host_total_bytes``. None is unknown, never 0.
@@ -186,7 +186,7 @@ class Cleanup:
     device_bytes : int or None
         By how much what torch reserves on the card fell; None without a card.
     host_bytes : int or None
-        By how much what the host can give grew, others' doing included; None where nobody tells.
+        By how much what the host can give grew, others' doing included; None where it is not known.
     """
 
     device_bytes: int | None

@@ -82,7 +82,7 @@ class PressureMonitor:
     """Watches the memory of a device and of the host, from step to step.
 
     A level begins where its threshold is reached, and ends where memory has fallen by `hysteresis`
-    below it, so that a value that swings around a threshold is told once. Every rise is logged.
+    below it, so that a value that swings around a threshold is reported once. Every rise is logged.
 
     Parameters
     ----------

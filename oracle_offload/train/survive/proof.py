@@ -104,7 +104,7 @@ def first_step_proof(model: nn.Module, block: str | None = None) -> Iterator[Fir
     """Prove, around a first training step, that a block computes the same bits as when resident.
 
     The block's first call is repeated once the ``with`` block ends: managed, and twice by a copy
-    that lies on the device. Results and gradients are compared bit for bit, as far as the copy
+    that is on the device. Results and gradients are compared bit for bit, as far as the copy
     agrees with itself: some kernels of GPUs (the backward of flash attention, for one) do not
     repeat their own bits. Training is not disturbed: generators and buffers are as before, and
     ``.grad`` is not touched. It costs three more forwards and backwards of the block, and the

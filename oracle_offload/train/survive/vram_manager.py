@@ -92,7 +92,7 @@ class VramManager:
 
     @property
     def last_vram_mb(self) -> float | None:
-        """MiB of the device that were in use when it was asked last; None where nobody tells."""
+        """MiB of the device that were in use when it was asked last; None where it is not known."""
         used = self.monitor.device.used_bytes
         return None if used is None else used / _MB
 
@@ -106,7 +106,7 @@ class VramManager:
         self._copies.track(model)
 
     def record_model_copy(self, made: nn.Module) -> None:
-        """Count a copy of a model that was made in a way that nobody sees."""
+        """Count a copy of a model that was made in a way that is not seen."""
         self._copies.record(made)
 
     def should_cleanup(self, step: int) -> bool:

@@ -53,7 +53,7 @@ def worker_budgets(
         All memory of the card, as the driver tells (``torch.cuda.mem_get_info()[1]``), because
         `share` is of it: bytes, or ``"7.67GB"``. What others hold belongs into `margin`.
     context : int, float or str, optional
-        What the driver's context of each process takes besides; none is counted by default.
+        What the driver's context of each process takes in addition; none is counted by default.
     margin : float
         Share in [0, 1) of the card that stays free.
     cpus : int, optional
