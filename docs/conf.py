@@ -1,8 +1,9 @@
 """How Sphinx makes a site of these pages: `make site` writes out/site.
 
 The pages are plain Markdown. What is only on the site is put in while Sphinx reads them: the order
-of the pages, from the lists of index.md; entries from docstrings, for the names that api.md lists;
-and what is printed by a tool, in the place of a comment `<!-- printed by tools/NAME.py -->`.
+of the pages, from the lists of index.md and decisions/index.md; entries from docstrings, for the
+names that api.md lists; and what is printed by a tool, in the place of a comment
+`<!-- printed by tools/NAME.py -->`.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ intersphinx_mapping = {
 
 # A page's part from one heading of the second level to the next.
 SECTION = re.compile(r"^## (.+)\n((?:(?!## ).*\n)*)", re.M)
-LISTED = re.compile(r"^- \[[^]]+\]\(([\w-]+)\.md\)", re.M)
+LISTED = re.compile(r"^- \[[^]]+\]\(([\w/-]+)\.md\)", re.M)
 NAMED = re.compile(r"^- `([\w.]+)`", re.M)
-PAGE = re.compile(r"`{0,2}\bdocs/([\w-]+)\.md`{0,2}")
+PAGE = re.compile(r"`{0,2}\bdocs/([\w/-]+)\.md`{0,2}")
 PRINTED = re.compile(r"^<!-- printed by tools/(\w+)\.py -->$", re.M)
 
 
 def tree(section: re.Match[str]) -> str:
-    """Return a section of index.md with the order of the pages that it lists."""
+    """Return a section of an index.md with the order of the pages that it lists."""
     order = "\n".join(LISTED.findall(section[2]))
     return f"{section[0]}\n```{{toctree}}\n:hidden:\n:caption: {section[1]}\n\n{order}\n```\n\n"
 
@@ -112,13 +113,13 @@ def internal(_: Sphinx, env: object, node: Any, shown: Any) -> Any:
 
 def link(_: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
     """Let a page that a docstring names be a link."""
-    lines[:] = [PAGE.sub(r":doc:`\1`", line) for line in lines]
+    lines[:] = [PAGE.sub(r":doc:`/\1`", line) for line in lines]
 
 
 def fill(_: Sphinx, page: str, content: list[str]) -> None:
     """Put into a page what is on the site alone."""
     text = PRINTED.sub(lambda mark: importlib.import_module(mark[1]).printed(), content[0])
-    change = {"index": tree, "api": entries}.get(page)
+    change = {"index": tree, "decisions/index": tree, "api": entries}.get(page)
     content[0] = SECTION.sub(change, text) if change else text
 
 

@@ -14,12 +14,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 INDEX = (DOCS / "index.md").read_text("utf-8")
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
+DECISIONS = DOCS / "decisions"
+DECIDED = [page for page in PAGES if page.parent == DECISIONS and page.name != "index.md"]
 READ = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 CODE = ("oracle_offload", "csrc", "tools", "tests", "benchmarks")
 SUFFIXES = (".py", ".pyi", ".c", ".h", ".cpp", ".cu")
 # A page as code and messages name it, with a heading of it or without.
-NAMED = re.compile(r"(?<![\w/.-])docs/([\w-]+\.md)(?:#([\w-]+))?")
+NAMED = re.compile(r"(?<![\w/.-])docs/([\w/-]+\.md)(?:#([\w-]+))?")
 
 
 def prose(text: str) -> str:
@@ -52,11 +54,41 @@ def test_every_page_stands_once_in_the_order_of_the_site() -> None:
         "Reference",
         "Inside",
     ]
-    listed = re.findall(r"^- \[[^]]+\]\(([\w-]+\.md)\): ", INDEX, re.M)
-    assert sorted(listed) == sorted(page.name for page in PAGES if page.name != "index.md")
+    listed = re.findall(r"^- \[[^]]+\]\(([\w/-]+\.md)\): ", INDEX, re.M)
+    pages = [page.name for page in DOCS.glob("*.md") if page.name != "index.md"]
+    assert sorted(listed) == sorted([*pages, "decisions/index.md"])
 
 
-@pytest.mark.parametrize("page", READ, ids=lambda page: page.name)
+def test_every_decision_is_listed_once_by_its_title_in_one_of_the_rooms() -> None:
+    index = (DECISIONS / "index.md").read_text("utf-8")
+    rooms = re.split(r"^## ", index, flags=re.M)[1:]
+    assert [room.partition("\n")[0] for room in rooms] == [
+        "Planner and arena",
+        "Copies and waits",
+        "Layers and autograd",
+        "Train",
+        "Memory and locking",
+        "Disk and compression",
+        "Diagnosis",
+        "Tools",
+    ]
+    listed = re.findall(r"^- \[(.+)\]\(([\w-]+\.md)\)$", index, re.M)
+    titles = [page.read_text("utf-8").partition("\n")[0].removeprefix("# ") for page in DECIDED]
+    names = [page.name for page in DECIDED]
+    assert sorted(listed) == sorted(zip(titles, names, strict=True))
+
+
+@pytest.mark.parametrize("page", DECIDED, ids=lambda page: page.name)
+def test_a_decision_says_what_why_what_was_measured_and_what_was_rejected(page: Path) -> None:
+    text = page.read_text("utf-8")
+    headings = re.findall(r"^## (.+)$", text, re.M)
+    expected = ["What", "Why", "Measured", "Rejected"]
+    assert headings == [name for name in expected if name in headings] and headings[:1] == ["What"]
+    for part in re.split(r"^## .+$", text, flags=re.M)[1:]:
+        assert part.strip(), f"{page.name}: an empty section"
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
     for target, heading in re.findall(
         r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", prose(page.read_text("utf-8"))
