@@ -34,7 +34,7 @@ def call(command: list[str], cwd: Path, **environment: str) -> str:
 
 def test_nothing_says_to_install_from_an_index_which_does_not_have_it() -> None:
     patterns = (
-        "*.md Makefile docs/*.md docs/*.ipynb oracle_offload/**/*.py tools/*.py csrc/**/*.[ch]"
+        "*.md Makefile docs/**/*.md docs/*.ipynb oracle_offload/**/*.py tools/*.py csrc/**/*.[ch]"
     )
     pages = [path for pattern in patterns.split() for path in ROOT.glob(pattern)]
     assert len(pages) > 200
