@@ -32,7 +32,7 @@ int main(int argc, char **argv) {
     memset(masters + BYTES, 2, BYTES);
     need(oo_engine_lock(engine, host, OO_ALL_BYTES));
 
-    /* The arena: memory that stands for the device's, with room for one of them. */
+    /* The arena: host memory in place of device memory, with room for one of them. */
     char *arena = malloc(BYTES + OO_ALIGNMENT);
     need(oo_lease_add(engine, &lease));
     need(oo_segment_add(engine, lease, (uintptr_t)arena, BYTES + OO_ALIGNMENT, stream));

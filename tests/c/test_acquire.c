@@ -28,12 +28,12 @@ static void test_a_nonblocking_call_never_waits(void) {
     need(oo_member_move(w.engine, w.member[7], &tensor, 1, &unit, &offset), "move");
     CHECK(acquire(w.engine, w.member[7], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &use) ==
               OO_WOULD_BLOCK,
-          "a unit in memory that nobody knows without waiting");
+          "a unit in memory that the engine does not know, without waiting");
     free(foreign);
     world_close(&w, "nonblocking");
 }
 
-/* Whoever must not block is told that another thread is inside. */
+/* A nonblocking call returns OO_WOULD_BLOCK while another thread is inside the engine. */
 static void test_a_nonblocking_call_leaves_when_the_engine_is_busy(void) {
     struct world w;
     struct oo_use held;
@@ -70,7 +70,7 @@ static void test_a_nonblocking_call_leaves_when_the_engine_is_busy(void) {
     world_close(&w, "busy");
 }
 
-/* A unit of so many parts, in memory of its own: each but the first lies before the last one. */
+/* A unit of so many parts, in memory of its own: each but the first is before the last one. */
 static struct oo_host *move_apart(struct world *w, unsigned i, uint32_t parts) {
     struct oo_tensor *tensors = calloc(parts, sizeof *tensors);
     size_t *offsets = calloc(parts, sizeof *offsets);
@@ -178,7 +178,7 @@ static void test_a_nonblocking_call_queues_no_unit_of_many_parts(void) {
     empty_queue(w.engine);
     CHECK(acquire(w.engine, w.member[0], w.stream, 1, OO_FORWARD, -1, OO_NONBLOCKING, &use) ==
               OO_WOULD_BLOCK,
-          "copied anew");
+          "copied again");
     close_apart(&w, host, "many parts");
 }
 
@@ -213,7 +213,7 @@ static void test_an_idle_device_turns_no_nonblocking_call_away(void) {
         unsigned refused = 0;
         struct oo_host *host = open_apart(&w, 4, measures);
         const uint64_t before = w.engine->copies.sent;
-        for (uint64_t stamp = 1; stamp <= 200; stamp++) { /* each copies the unit anew */
+        for (uint64_t stamp = 1; stamp <= 200; stamp++) { /* each copies the unit again */
             const int flags[] = {OO_NONBLOCKING, 0};
             int i = 0;
             while (acquire(w.engine, w.member[0], w.stream, stamp, OO_FORWARD, -1, flags[i],
@@ -326,7 +326,7 @@ static void test_the_queue_is_known_to_be_empty(void) {
     queue_is_known_to_be_empty(0);
 }
 
-/* A bit without a meaning today may get one: whoever sets it must not believe that it was heeded.
+/* A bit without a meaning today may get one later: a caller that sets it must get an error.
  */
 static void test_unknown_flags_are_refused(void) {
     struct world w;
@@ -390,8 +390,8 @@ static void test_no_more_than_eight_copies_in_a_call(void) {
     world_close(&w, "fetched");
 }
 
-/* An acquire that also launches: the copy has arrived when it returns, and a launch that fails ends
- * the use, whose copies nobody could stamp. */
+/* An acquire that also launches: the copy has arrived when it returns. A launch that fails ends the
+ * use, because the caller could not stamp its copies. */
 static void test_an_acquire_that_launches(void) {
     struct world w;
     struct oo_use held;

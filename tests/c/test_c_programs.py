@@ -64,7 +64,7 @@ def test_case_passes_on_the_simulated_driver(
 
 
 def test_every_case_is_in_its_table_and_every_table_in_its_source(listed: Any) -> None:
-    """A function that looks like a case and stands in no table would never run."""
+    """A function that looks like a case and is in no table would never run."""
     for path in c_programs.programs():
         text = path.read_text(encoding="utf-8")
         functions = re.findall(r"^static void (test_\w+)\(void\) \{", text, re.MULTILINE)

@@ -177,8 +177,8 @@ static void a_chunk_of_one_value_is_its_header(void) {
     }
 }
 
-/* Of one-byte weights as many low bits are stored as they are as costs least: the more, the wider
- * they lie. */
+/* Of one-byte weights so many low bits are stored unchanged as cost least: the wider the weights
+ * are spread, the more low bits. */
 static void wider_weights_have_more_low_bits(void) {
     seed = 14;
     for (unsigned low = 2; low <= 5; low++) {
@@ -273,7 +273,7 @@ static void verify_changed(const struct chunk *chunk, enum oo_codec_kind kind, s
         if (codec && oo_codec_decode(codec, changed, chunk->coded_bytes, 1, kind, chunk->decoded,
                                      count) != OO_E_ARGUMENT)
             CHECK(memcmp(chunk->decoded, chunk->weights, chunk->bytes) == 0,
-                  "%s %zu: wrong weights, and nobody says so (%s)", what, at, names[i]);
+                  "%s %zu: wrong weights without an error (%s)", what, at, names[i]);
     }
 }
 

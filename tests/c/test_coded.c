@@ -1,5 +1,6 @@
 /* Whole tensors in coded chunks: any number of threads writes the same bytes and reads the same
- * bits; whatever is changed in them is told, with the place. The threads are oo__thread_start's. */
+ * bits. Any change in them is an error that names the place. oo__thread_start starts the threads.
+ */
 #include "check.h"
 #include "coded.h"
 #include "weights.h"
@@ -123,7 +124,7 @@ static void what_is_promised_as_room_is_enough(void) {
           "two chunks");
 }
 
-/* The first chunk is larger than any may be; nobody waits for its place then. */
+/* The first chunk is larger than allowed; then no thread waits for its place. */
 static void a_chunk_that_fails_is_the_failure_of_all(void) {
     const size_t chunk = OO_CODEC_CHUNK + OO_CODEC_BLOCK, count = chunk + 10;
     char *weights = calloc(count, 2), *coded = malloc(oo_coded_room(OO_CODEC_BF16, count));

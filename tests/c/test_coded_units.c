@@ -1,5 +1,5 @@
 /* Coded masters: what a kernel reads of them is the weights, bit for bit, whatever their kind, mode
- * and memory; what crosses the link is their code; what is damaged is told. */
+ * and memory; what crosses the link is their code; damage is an error. */
 #define fill draw_weights /* world.h has another one */
 #include "weights.h"
 #undef fill
@@ -272,7 +272,7 @@ static OOCUresult OOCUDAAPI watching_copy(OOCUdeviceptr target, const void *sour
     return copy_h2d(target, source, bytes, stream);
 }
 
-/* A chunk that is locked, beside what is not, is copied from where it lies. */
+/* A locked chunk next to memory that is not locked is copied directly. */
 static void a_locked_chunk_passes_through_no_ring(void) {
     struct model *m = open_model(1, 8192, (size_t)LAYERS * 4 * MOST_BYTES);
     struct layer *layer = &m->layers[0];
@@ -838,7 +838,7 @@ static void a_nonblocking_release_copies_beside_feeds_what_is_not_decoded(void) 
     need(oo_engine_release(w.engine, held.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
     CHECK(fetched.count > 0, "none fetched");
     w.engine->feeder.n_running--;
-    world_close(&w, "beside feeds");
+    world_close(&w, "while others are fed");
 }
 
 /* ---- time ---- */
@@ -953,8 +953,8 @@ static double forward_s(int coded, double kernel_s, const char *plain, char *sta
     need(oo_engine_stats(engine, model, &stats), "stats");
     const double gbps = (double)stats.h2d_timed_bytes / stats.h2d_seconds * 1e-9;
     CHECK(gbps > 0.97 * device.link_gbps && gbps <= device.link_gbps,
-          "%d, %g s: the link of %g GB/s is told to carry %g", coded, kernel_s, device.link_gbps,
-          gbps);
+          "%d, %g s: the link of %g GB/s is reported to carry %g", coded, kernel_s,
+          device.link_gbps, gbps);
     need(oo_model_remove(engine, model), "remove");
     need(oo_lease_remove(engine, lease), "remove");
     need(oo_host_destroy(host), "destroy");

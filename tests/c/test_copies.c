@@ -1,4 +1,4 @@
-/* What the engine knows of copies that read masters where they lie, and when a step waits for them:
+/* What the engine knows of copies that read masters directly, and when a step waits for them:
  * each case ends with the host's write to all masters, which the race detector watches. */
 #include "world.h"
 
@@ -81,7 +81,7 @@ static void copies_of_frozen_weights_are_not_waited_for(void) {
     world_close(&w, "frozen");
 }
 
-/* The gradient came after some copies, and not after one that nobody has waited for. */
+/* The gradient came after some copies, and not after one that no stream has waited for. */
 static void a_copy_ahead_is_waited_for(void) {
     struct world w;
     struct oo_use held;
@@ -103,7 +103,7 @@ static void what_has_settled_may_be_rewritten(void) {
         if (!locked)
             sim.simLockQuota(0);
         world_open(&w, 60000, -1);
-        for (unsigned i = 0; i < 5; i++) /* and copies ahead what nobody waits for */
+        for (unsigned i = 0; i < 5; i++) /* and copies ahead units that no stream waits for */
             touch(&w, i, OO_FORWARD, w.stream);
         const struct oo_request request = {
             .member = w.member[9], .stream = w.stream, .seconds = 1e-3};
@@ -210,7 +210,7 @@ static void what_two_streams_wait_for_is_told_apart(void) {
     world_close(&w, "two streams");
 }
 
-/* A gradient may come late, after a wait that told more. */
+/* A gradient may come late, after a wait from which more is known. */
 static void what_is_known_is_never_less(void) {
     struct world w;
     open_one_by_one(&w);
@@ -275,7 +275,7 @@ static void a_gradient_that_has_not_arrived_tells_nothing(void) {
     }
 }
 
-/* Whoever awaits a trip out knows that what its stream waited for before has ended. */
+/* When a trip out has been awaited, all that its stream waited for before has ended. */
 static void a_trip_that_has_not_arrived_tells_nothing(void) {
     static char bytes[512];
     for (unsigned failed = 0; failed < 2; failed++) {

@@ -43,7 +43,7 @@ static void decode_one(void *arguments) {
                      header->low_bits, header->kind == OO_CODEC_FP8);
 }
 
-/* Decode `chunk` as the header beside it says: the one on the host, which was verified. */
+/* Decode `chunk` as its header on the host says: that one was verified. */
 static void decode(const char *chunk, const struct oo_codec_header *header, void *weights) {
     struct decoding decoding = {(const word *)(const void *)chunk, weights, *header};
     const unsigned blocks = (header->count + OO_CODEC_BLOCK - 1) / OO_CODEC_BLOCK;

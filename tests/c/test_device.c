@@ -156,8 +156,8 @@ static void test_an_engine_with_a_model_or_a_lease_and_no_memory_is_not_destroye
     CHECK(sim_reset(&sim) == 0, "not reset");
 }
 
-/* What the driver refuses to take back is told at the end, in words; the engine is gone all the
- * same, and an error that comes first keeps its message. */
+/* What the driver refuses to take back is reported in an error message at the end. The engine is
+ * destroyed anyway, and an error that comes first keeps its message. */
 static void test_what_cannot_be_given_back_is_told(void) {
     static const char *const calls[] = {"cuStreamDestroy", "cuEventDestroy",
                                         "cuDevicePrimaryCtxRelease", "cuCtxPopCurrent"};

@@ -262,7 +262,7 @@ static void test_a_removed_member_takes_its_unit_and_its_memory_with_it(void) {
     need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
     need(oo_member_remove(w.engine, members[1]), "remove the last");
     CHECK(stats_of(&w).units == units, "the unit outlives its members");
-    need(oo_engine_unlock(w.engine, host), "unlock what nobody uses");
+    need(oo_engine_unlock(w.engine, host), "unlock what is not in use");
     need(oo_host_destroy(host), "free");
     need(oo_model_remove(w.engine, model), "remove the model");
     need(step(&w), "the other model goes on");
@@ -294,7 +294,7 @@ static void test_wrong_calls_are_refused_clearly(void) {
     world_open(&w, 60000, -1);
     need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
     CHECK(oo_model_remove(w.engine, w.model) == OO_E_STATE, "removed while in use");
-    CHECK(oo_lease_remove(w.engine, w.lease) == OO_E_STATE, "what is in use lies in it");
+    CHECK(oo_lease_remove(w.engine, w.lease) == OO_E_STATE, "what is in use is in it");
     const struct oo_tensor moved = {.host = w.master[1], .bytes = w.bytes[0]};
     CHECK(oo_member_move(w.engine, w.member[0], &moved, 1, &unit, &offset) == OO_E_STATE,
           "moved while in use");
@@ -552,7 +552,7 @@ static void test_a_use_on_a_stream_of_the_callers_ends_on_a_dead_engine_without_
     need(oo_engine_unlock(w.engine, w.host), "unlock");
     oo_host_destroy(w.host);
     const enum oo_status status = oo_engine_destroy(w.engine);
-    /* The context was lost with copies and uses in it, which nobody can give back. */
+    /* The context was lost with copies and uses in it, which the engine cannot give back. */
     CHECK(status == OO_LEAKED && strstr(oo_error_message(), "restart"), "%s", oo_error_message());
     free(w.arena);
     end_lost_context("a use on a dead engine");
@@ -566,7 +566,7 @@ static void test_a_context_lost_while_masters_are_freed_leaves_no_engine_behind(
     sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
     oo_host_destroy(w.host);
     CHECK(oo_engine_destroy(w.engine) == OO_LEAKED && strstr(oo_error_message(), "restart"),
-          "nobody was told: %s", oo_error_message());
+          "no error: %s", oo_error_message());
     free(w.arena);
     end_lost_context("a context lost while masters are freed");
 }

@@ -1,4 +1,4 @@
-/* The order that one engine has learned, told to the next before its first step. */
+/* The order that one engine has learned, passed to the next before its first step. */
 #include "world.h"
 
 enum { USES = 3 * UNITS, ARENA = 80000 };

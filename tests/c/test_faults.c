@@ -117,7 +117,7 @@ static enum oo_status remove_all(struct world *w) {
     return status;
 }
 
-/* Whether the call that fails is one that gives something back: it is not repeated, but told. */
+/* Whether the call that fails gives something back: it is reported and not repeated. */
 static int gives_back(const struct fault *fault) {
     return !fault->call || strstr(fault->call, "Destroy") || strstr(fault->call, "Release") ||
            strstr(fault->call, "Pop") || strstr(fault->call, "Free") ||
@@ -131,7 +131,7 @@ static enum oo_status take_down_part(struct world *w, int part) {
 }
 
 /* Detach and destroy: what fails returns, and can be repeated. Returns whether the driver refused
- * to take something back, which is told and not repeated. */
+ * to take something back, which is reported and not repeated. */
 static int take_down(struct world *w, struct answers *answers) {
     enum oo_status status = OO_OK;
     for (int part = 0; part < 3; part++) {

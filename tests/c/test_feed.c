@@ -1,5 +1,6 @@
-/* Copy threads: what is not page-locked is copied by them and not by the caller; each wait for them
- * holds; what fails there is told to whoever asks for the unit, and copied anew.
+/* Copy threads: they copy what is not page-locked, and the caller does not; each wait for them
+ * holds. A call that asks for a unit whose copy failed gets the error, and the unit is copied
+ * again.
  *
  * A gate in the engine's driver table lets them queue no copy while it is shut. */
 #include "world.h"
@@ -120,7 +121,7 @@ static void a_release_returns_before_anything_is_copied(void) {
     end(&w, "release");
 }
 
-/* Seconds of copying are those in which some thread copied, whoever it was. */
+/* Seconds of copying are those in which some thread copied, whichever it was. */
 static void the_time_of_copying_is_counted_once(void) {
     struct world w;
     const uint64_t began = oo__nanoseconds();
@@ -350,7 +351,7 @@ static void what_is_waited_for_is_copied_next_if_one_copies_at_a_time(void) {
     wait_for_the_last(1);
 }
 
-/* A copy that is measured begins when those before it have ended, and none begins beside it. */
+/* A copy that is measured begins when those before it have ended; none begins during it. */
 static void what_is_measured_is_copied_alone_and_in_its_turn(void) {
     struct world w;
     unsigned measured = 0, earlier = 0, place = 0;
@@ -368,7 +369,7 @@ static void what_is_measured_is_copied_alone_and_in_its_turn(void) {
     slow = (OOCUdeviceptr)w.engine->units[w.unit[measured - 1]].feed->address;
     shut = 0;
     feeds_end(&w);
-    CHECK(beside == 0, "%u copies beside it", beside);
+    CHECK(beside == 0, "%u copies at the same time", beside);
     for (unsigned k = 0; k < n_log; k++)
         if (log_of[k] == watched)
             place = k;
@@ -713,8 +714,8 @@ static int life_with_a_failure(int nth, uint64_t quota, const char *where) {
     countdown = 0;
     const int struck = failed != NULL;
     const struct oo_stats stats = stats_of(&w);
-    CHECK(told + (int)stats.prefetch_failures <= struck, "%s, call %d: %d told, %d given up", where,
-          nth, told, (int)stats.prefetch_failures);
+    CHECK(told + (int)stats.prefetch_failures <= struck, "%s, call %d: %d errors, %d given up",
+          where, nth, told, (int)stats.prefetch_failures);
     need(step(&w), "after it");
     sim.simRefuseRegistration(0);
     sim.simLockQuota(UINT64_MAX);
@@ -736,8 +737,8 @@ static void whichever_call_of_theirs_fails_the_next_use_is_right(void) {
     }
 }
 
-/* A copy ahead that failed is given up without harm, and counted; one that is waited for is told.
- */
+/* A copy ahead that failed is given up without harm, and counted; one that is waited for is an
+ * error. */
 static void a_failure_is_told_to_who_waits_for_it(void) {
     struct world w;
     begin(&w, 400000);

@@ -1,4 +1,4 @@
-/* The units that lie in the arena by their next use, against a plain list of them. */
+/* The units in the arena by their next use, against a plain list of them. */
 #include "check.h"
 #include "furthest.h"
 

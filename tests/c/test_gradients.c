@@ -134,7 +134,7 @@ static void test_what_a_failed_download_left_is_ended_by_the_next(void) {
     }
 }
 
-/* The next gradient may lie where the unfinished one lay. */
+/* The next gradient may be at the address of the unfinished one. */
 static void test_an_unfinished_download_of_the_same_address(void) {
     struct world w;
     char gradient[2048], target[2048];

@@ -36,7 +36,7 @@ static void test_only_a_member_in_use_can_be_kept(void) {
     struct world w;
     struct oo_use kept;
     world_open(&w, 400000, -1);
-    CHECK(oo_engine_keep(w.engine, w.member[3], 0, &kept) == OO_E_STATE, "kept what nobody uses");
+    CHECK(oo_engine_keep(w.engine, w.member[3], 0, &kept) == OO_E_STATE, "kept what is not in use");
     CHECK(oo_engine_keep(w.engine, 10000, 0, &kept) == OO_E_STATE, "kept what does not exist");
     CHECK(oo_engine_keep(w.engine, w.member[3], OO_LAUNCH, &kept) == OO_E_ARGUMENT, "any flag");
     oo__mutex_lock(w.engine->mutex);

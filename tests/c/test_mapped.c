@@ -1,4 +1,4 @@
-/* Masters read where they lie: by kernels, over the link, while nobody may take them away. */
+/* Masters that kernels read in place, over the link; meanwhile no call may free them. */
 #include "world.h"
 
 static enum oo_status map_for(struct world *w, unsigned i, uintptr_t stream, double seconds,
@@ -91,7 +91,7 @@ static void test_what_cannot_be_mapped(void) {
     world_close(&w, "refused");
 }
 
-/* A driver without the simulator's extras is told of no kernel. */
+/* A driver without the simulator's extras gets no declaration of kernels. */
 static void test_a_real_driver_needs_no_declaration(void) {
     struct world w;
     world_open(&w, 60000, -1);
@@ -190,7 +190,7 @@ static void test_a_kernel_is_declared_of_each_tensor_but_takes_its_time_once(voi
     world_close(&w, "two tensors");
 }
 
-/* More streams than there are entries: whoever read first is waited for, and nobody is lost. */
+/* More streams than there are entries: the first reader is waited for, and no reader is lost. */
 static void test_more_streams_than_entries(void) {
     struct world w;
     uintptr_t streams[OO_STREAMS + 2];

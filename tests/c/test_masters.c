@@ -105,7 +105,7 @@ static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
               w.engine->up.lost[0] == 0,
           "%llu recoveries, %.6f s", (unsigned long long)(stats_of(&w).recoveries - recoveries),
           sim.simNow() - began);
-    /* A copy that could not be queued: nobody knows, so it is waited for as well. */
+    /* A copy that failed to queue may have been queued, so it is waited for as well. */
     feeds_end(&w);
     sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(acquire(w.engine, w.member[12], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
@@ -147,7 +147,7 @@ static void test_a_buffer_is_locked_up_to_where_it_was_asked(void) {
     char *base = oo_host_address(host);
     CHECK(oo__known_memory(w.engine, base, 6 * page) &&
               !oo__known_memory(w.engine, base, 6 * page + 1),
-          "what ends beyond it does not lie in it");
+          "what ends beyond it is not in it");
     /* Two tensors in a row, one on either side of the boundary, travel as two copies. */
     const struct oo_tensor rows[3] = {{.host = base, .bytes = page},
                                       {.host = base + page, .bytes = page},
@@ -230,7 +230,8 @@ static void test_how_much_may_be_locked_is_found_by_trying(void) {
     free(host);
 }
 
-/* Rings grow beside the old ones, shrink in their place, and are none where there is no room. */
+/* Rings that grow are allocated before the old ones are freed; those that shrink are replaced.
+ * Without room there are none. */
 static void test_rings_are_as_large_as_the_system_allows(void) {
     const size_t page = oo__page_bytes(), piece = OO_RING_PIECES * page;
     struct world w;

@@ -17,7 +17,7 @@
 #define CAN_FAIL 1
 #include <dlfcn.h>
 
-/* This program's allocator stands before the C library's. Only allocations made by the engine's
+/* This program's allocator comes before the C library's. Only allocations made by the engine's
  * code can fail: not the simulated driver's, not the C library's own. */
 void *__libc_malloc(size_t bytes);
 void *__libc_calloc(size_t count, size_t bytes);
@@ -110,7 +110,7 @@ static uint64_t life_without_memory(uint64_t nth) {
     uint32_t unit = 0;
     size_t offsets[2];
     for (int i = 0; i < 2;
-         i++) { /* to two tensors and to others: units and members are made anew */
+         i++) { /* to two tensors and to others: units and members are made again */
         const enum oo_status moved = oo_member_move(w.engine, w.member[i], two, 2, &unit, offsets);
         try(moved, "move");
         if (moved != OO_OK)
@@ -129,7 +129,7 @@ static void test_any_allocation_may_fail(void) {
     const uint64_t count = life_without_memory(0);
     CHECK(count > 300, "only %llu allocations", (unsigned long long)count);
     uint64_t failed = 0;
-    /* Between the 20th and the 150th lies the reserve of events: some of them will do. */
+    /* Between the 20th and the 150th is the reserve of events: some of them will do. */
     for (uint64_t n = 1; n <= count; n += n < 20 || n > 150 ? 1 : 17, failed++)
         life_without_memory(n);
     printf("%llu allocations in a life; %llu of them failed\n", (unsigned long long)count,
@@ -144,7 +144,7 @@ static OOCUresult OOCUDAAPI spy_create(OOCUevent *event, unsigned int flags) {
     return real_create(event, flags);
 }
 
-/* A real driver writes the handle where it is told to. */
+/* A real driver writes the handle where its argument points. */
 static void test_no_event_is_created_without_a_record(void) {
     struct world w;
     world_open(&w, 60000, -1);
@@ -237,7 +237,7 @@ static void test_pages_of_a_file_become_memory_where_they_are(void) {
     CHECK(oo_pages_show(memory, PAGES * page, fileno(file), FIRST * page) == 0, "not shown");
     CHECK(oo_pages_written(memory, PAGES * page) == 0, "nothing was written");
     memory[3 * page] = 77;
-    /* Not from the start of a page to the end of one: the pages that it lies on become memory. */
+    /* Not from the start of a page to the end of one: the pages that contain it become memory. */
     CHECK(oo_pages_own(memory + page + 9, 6 * page) == 0, "no memory");
     CHECK(oo_pages_written(memory + page, 7 * page) == 1, "pages of the file");
     CHECK(oo_pages_written(memory, page) == 0, "the page before became memory");

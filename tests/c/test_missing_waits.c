@@ -38,7 +38,7 @@ static void begin(struct world *w) {
     absent_of = NULL;
 }
 
-/* One use whose bytes nobody looks at: they are wrong when a wait is missing. */
+/* One use whose bytes no case looks at: they are wrong when a wait is missing. */
 static void touch(struct world *w, unsigned i, uintptr_t stream) {
     struct oo_use use;
     struct oo_fetched fetched;
@@ -102,7 +102,7 @@ static void bytes_given_back_under_a_kernel(struct world *w, unsigned missing) {
 
 static void bytes_given_back_under_a_copy(struct world *w, unsigned missing) {
     attach(w, 60000);
-    touch(w, 0, w->stream); /* and copies ahead what nobody waits for */
+    touch(w, 0, w->stream); /* and copies ahead units that no stream waits for */
     absent = missing;
     CHECK(world_remove(w) == (missing ? OO_E_DRIVER : OO_OK), "removed: %s", oo_error_message());
     detach(w);
@@ -148,7 +148,7 @@ static void masters_stepped_under_a_copy(struct world *w, unsigned missing) {
     detach(w);
 }
 
-/* Queue a kernel that reads the masters of a unit where they lie. */
+/* Queue a kernel that reads the masters of a unit in place. */
 static void read_in_place(struct world *w, unsigned i) {
     const struct oo_request request = {
         .member = w->member[i], .stream = w->stream, .seconds = 1e-3};
@@ -235,7 +235,7 @@ static void pageable_masters_rewritten_under_a_copy(struct world *w, unsigned mi
 static void a_ring_given_back_under_a_copy(struct world *w, unsigned missing) {
     sim.simRefuseRegistration(1);
     attach(w, 400000);
-    touch(w, 0, w->stream); /* and copies ahead what nobody waits for */
+    touch(w, 0, w->stream); /* and copies ahead units that no stream waits for */
     const size_t smaller = OO_RING_PIECES * oo__page_bytes();
     void *before = w->engine->up.base;
     absent = missing;
@@ -320,7 +320,7 @@ static void hold_plain(struct world *w, unsigned from, unsigned end) {
         need(oo_engine_release(w->engine, uses[--held].ticket, w->stream, 0, &fetched), "release");
 }
 
-/* Compute until a unit has been decoded ahead that nobody has used. */
+/* Compute until a unit has been decoded ahead that has not been used. */
 static void decode_ahead(struct world *w) {
     attach_coded(w, 60000);
     for (unsigned i = 0; i < 4 * UNITS; i++) {
@@ -340,7 +340,7 @@ static void a_slot_overwritten_under_a_decode(struct world *w, unsigned missing)
     absent_of = w->engine->h2d;
     w->engine->decoder.loose = 0;
     need(oo_engine_refresh(w->engine, OO_ALL_MODELS), "refresh");
-    CHECK(w->engine->decoder.loose, "a decode that nobody has used is not");
+    CHECK(w->engine->decoder.loose, "a decode that has not been used is not");
     hold_plain(w, 0, UNITS); /* all over the arena, with nothing copied ahead between them */
     CHECK(!w->engine->decoder.loose, "they are still");
     detach(w);

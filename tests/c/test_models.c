@@ -1,8 +1,7 @@
 /* A model's device memory and its end: segments, and detaching while others work. */
 #include "world.h"
 
-/* A model may go while units are computed with, if none is its own; what was lent, if none lies in
- * it. */
+/* A model may be removed while units are in use, if none is its own; a lease, if none is in it. */
 static void test_who_is_in_the_way_of_a_detach(void) {
     struct world w;
     struct oo_use use;
@@ -11,15 +10,15 @@ static void test_who_is_in_the_way_of_a_detach(void) {
     size_t offset;
     char *memory = malloc(4096 + OO_ALIGNMENT);
     world_open(&w, 250000, -1);
-    need(oo_model_add(w.engine, &guest), "a model whose unit lies in the other's memory");
+    need(oo_model_add(w.engine, &guest), "a model whose unit is in the other's memory");
     const struct oo_tensor tensor = {.host = w.master[0], .bytes = w.bytes[0]};
     need(oo_unit_add(w.engine, guest, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
     need(acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-    need(oo_lease_add(w.engine, &lease), "memory that no unit lies in");
+    need(oo_lease_add(w.engine, &lease), "memory without a unit");
     need(oo_segment_add(w.engine, lease, (uintptr_t)memory, 4096 + OO_ALIGNMENT, w.stream),
          "segment");
     CHECK(oo_model_remove(w.engine, guest) == OO_E_STATE, "its unit is in use");
-    CHECK(oo_lease_remove(w.engine, w.lease) == OO_E_STATE, "what is in use lies in it");
+    CHECK(oo_lease_remove(w.engine, w.lease) == OO_E_STATE, "what is in use is in it");
     need(oo_model_remove(w.engine, w.model), "nothing of it is in use");
     need(oo_lease_remove(w.engine, lease), "nothing in it is in use");
     need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");

@@ -188,7 +188,7 @@ static int node_of(struct world *w) {
     return w->engine->numa_node;
 }
 
-/* An older driver does not know the question; whatever else fails is told. */
+/* An older driver does not know the question; any other failure is an error. */
 static void a_driver_that_does_not_know_the_node_is_no_failure(void) {
     struct world w;
     world_open(&w, 60000, -1);
@@ -214,7 +214,7 @@ static void the_driver_may_know_the_node(void) {
     w.engine->driver.cuDeviceGetAttribute = telling;
     strcpy(w.engine->pci_id, "0000:AB:00.0");
     for (told = -2; told < 3; told++)
-        CHECK(node_of(&w) == (told < 0 ? -1 : told), "told %d", told);
+        CHECK(node_of(&w) == (told < 0 ? -1 : told), "the driver says %d", told);
     w.engine->driver.simulated = 0;
     CHECK(node_of(&w) == 1, "the system says 1");
     strcpy(w.engine->pci_id, "0000:AC:00.0");

@@ -81,7 +81,7 @@ static uint64_t leave_after(int samples, int flags, int fed, struct oo_fetched *
     return left;
 }
 
-/* A release that cannot reach the driver lets nothing go: nobody would wait for its last uses. */
+/* A release that cannot reach the driver releases nothing: no call would wait for its last uses. */
 static void without_a_context(const char *where) {
     struct world w;
     struct oo_use held;
@@ -97,7 +97,7 @@ static void without_a_context(const char *where) {
     world_close(&w, where);
 }
 
-/* After many samples, what lies where others have their homes leaves, while kernels may still use
+/* After many samples, a unit in a place that belongs to another leaves, while kernels may still use
  * it; then a step moves what it would move without them. What may still be fed is left to a call
  * that may wait. */
 static void training_after_many_samples(const char *where) {
@@ -400,7 +400,7 @@ static void removed_after_uses_on_other_streams(const char *where) {
     CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
 }
 
-/* Removal waits for copies that nobody has waited for yet: the next owner's kernel comes on a
+/* Removal waits for copies that no stream has waited for yet: the next owner's kernel comes on a
  * stream that the engine never saw. */
 static void removed_with_copies_in_flight(const char *where) {
     struct world w;
@@ -424,7 +424,7 @@ static void removed_with_copies_in_flight(const char *where) {
     CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
 }
 
-/* Two models share two segments: one goes while the other's units lie in its segment. */
+/* Two models share two segments: one is removed while the other's units are in its segment. */
 static void a_segment_goes_with_another_models_units(const char *where) {
     struct world w, b;
     world_open_on_device(&w, 50000);
@@ -586,7 +586,7 @@ static void unlocked_right_after_a_download(const char *where) {
     need(oo_host_create(9000, &host), where);
     need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), where);
     kernel(w.stream, gradient, 9000, 1, 1e-3);
-    /* A download that nobody waited for: as after a failure in between. */
+    /* A download that was not waited for: as after a failure in between. */
     sim.cuCtxPushCurrent_v2(w.context);
     CHECK(w.engine->driver.cuMemcpyDtoHAsync(oo_host_address(host), (uintptr_t)gradient, 9000,
                                              w.engine->d2h) == 0,

@@ -1,4 +1,4 @@
-/* What the plan is told: seconds of forwards, and the speed of the link. */
+/* What the plan learns: seconds of forwards, and the speed of the link. */
 #include "timing.h"
 #include "world.h"
 
@@ -176,7 +176,7 @@ static void add_span(struct world *w) {
     oo__span_add(w->engine, OO_TRACE_COMPUTE, w->unit[0], 0, ends[0], ends[1]);
 }
 
-/* Nobody asks for figures, and the plan learns all the same. */
+/* The plan learns even when no caller asks for figures. */
 static void test_spans_that_have_ended_are_read_soon(void) {
     struct world w;
     double end_s;
@@ -193,7 +193,7 @@ static void test_spans_that_have_ended_are_read_soon(void) {
     world_close(&w, "read");
 }
 
-/* What has not ended when it is asked costs a call: with room enough nobody asks, and without it
+/* What has not ended when it is asked costs a call: with room enough no call asks, and without it
  * one in so many does. */
 static void test_spans_are_seldom_asked_whether_they_have_ended(void) {
     enum { TURNS = 4 * OO_SAMPLED_ONE_IN };
@@ -229,8 +229,8 @@ static void test_spans_are_seldom_asked_whether_they_have_ended(void) {
     world_close(&w, "asked");
 }
 
-/* What a run has learned, told to the next: it counts until it is measured, which is not in a first
- * forward of this run. */
+/* What a run has learned, passed to the next: it counts until it is measured, which is not in a
+ * first forward of this run. */
 static void test_an_earlier_runs_seconds_count_until_they_are_measured(void) {
     struct world w;
     struct oo_visit visits[UNITS];

@@ -215,7 +215,7 @@ static void test_several_segments_are_nearly_as_good_as_one(void) {
         struct oo_plan *plan = plan_of(&m, aligned(capacity / 2));
         const struct outcome half = settle(plan, &m, 3, &moved);
         CHECK(moved == 0, "%d%%: %u units moved", percent, moved);
-        /* The arena grows while training goes on: places are given anew. */
+        /* The arena grows while training goes on: places are assigned again. */
         for (unsigned i = 1; i < 3; i++)
             CHECK(oo_arena_add(oo_plan_arena(plan), (uintptr_t)i << 40, aligned(capacity / 4), 0, 0,
                                &segment) == OO_OK,
@@ -228,8 +228,8 @@ static void test_several_segments_are_nearly_as_good_as_one(void) {
     }
 }
 
-/* The arena grows to a checkpointed block by the difference, in a segment of its own, beside the
- * one it began with. */
+/* The arena grows to a checkpointed block by the difference, in a segment of its own next to the
+ * first one. */
 static void test_a_difference_is_nearly_as_good_as_one_segment(void) {
     static struct model m;
     struct oo_segment *segment;
@@ -313,7 +313,7 @@ struct clocks {
     double used_s[MAX_UNITS], arrived_s[MAX_UNITS], gpu_s, link_s;
 };
 
-/* A copy begins when the one before it has ended and what lay in its place has been used. */
+/* A copy begins when the one before it has ended and what was in its place has been used. */
 static void timed_copy(struct oo_plan *plan, const struct model *m, struct clocks *c, uint32_t unit,
                        const struct oo_window *window) {
     for (const struct oo_block *block = window->first;; block = block->next) {
@@ -415,9 +415,9 @@ static void test_a_slow_link_does_not_rest(void) {
     CHECK(sum / n <= 1.018, "on average %.4f", sum / n);
 }
 
-/* What stays in use for a whole forward, as what a model's own forward computes with does, holds
- * nobody up: no places are there (else up to 1.43, on average 1.14), and who lies in another's
- * leaves (else up to 1.39). */
+/* What stays in use for a whole forward, as what a model's own forward computes with does, delays
+ * no other unit: no unit has its place there (else up to 1.43, on average 1.14), and a unit in
+ * another's place leaves (else up to 1.39). */
 static void test_what_stays_in_use_holds_nobody_up(void) {
     static struct model m, backward;
     static struct clocks c;
@@ -595,7 +595,7 @@ static void halves(struct oo_plan *plan, const struct model *m, size_t half[2]) 
 /* Of many samples between training steps each costs no more than without training. Those that stay
  * are spread once there were many, and at once where there were many the last time; but not where
  * that is known to save no time. They stay where they are while training goes on, and its places
- * lie behind them: no step after the samples moves more than a ring beyond the least (1.4 times the
+ * are behind them: no step after the samples moves more than a ring beyond the least (1.4 times the
  * least where all of them went back). */
 static void many_samples(double seconds_per_byte) {
     static struct model m;
@@ -667,8 +667,8 @@ static double samples_told(const struct model *m, size_t capacity, const double 
     return seconds;
 }
 
-/* Who stays is asked anew after 9, 18, 36 ... samples. Seconds that differ a little move nobody;
- * where they were far off, those that stay are chosen anew. */
+/* The plan asks again which units stay after 9, 18, 36 ... samples. Seconds that differ a little
+ * move no unit; where they were far off, those that stay are chosen again. */
 static void test_samples_move_again_only_where_that_pays(void) {
     static struct model m;
     static double kernels_s[MAX_UNITS];
@@ -685,8 +685,8 @@ static void test_samples_move_again_only_where_that_pays(void) {
 }
 
 /* Seconds of the last of so many samples, where those of the first units are known from the second
- * sample on, and those of the others `late`. An earlier run may have told the order (-2), and all
- * seconds, too (-1). */
+ * sample on, and those of the others `late`. The order may be known from an earlier run (-2), and
+ * all seconds, too (-1). */
 static double samples_told_late(const struct model *m, size_t capacity, int samples, unsigned first,
                                 int late, const double *kernels_s) {
     static struct clocks c;
@@ -766,8 +766,8 @@ static void test_a_ring_begins_elsewhere_once_the_seconds_are_known(void) {
     CHECK(late <= 1.01 * best, "%.4f s, %.4f where all were known at once", late, best);
 }
 
-/* Seconds that are new once training has come move nobody: the step after those samples would have
- * to fetch it all back. */
+/* Seconds that become known after training has begun move no unit: the step after those samples
+ * would have to fetch it all back. */
 static void test_seconds_that_training_makes_known_move_nobody(void) {
     static struct model m;
     static struct clocks c;
@@ -809,8 +809,8 @@ static void test_who_stays_where_it_lies_is_not_copied_again(void) {
     oo_plan_destroy(plan);
 }
 
-/* A ring for seconds that were not known is as small as they ask for once they are, and nobody
- * moves for that: samples load no more than they did, but for what one has loaded ahead of the
+/* A ring for seconds that were not known is as small as they ask for once they are known, and no
+ * unit moves for that: samples load no more than they did, but for what one has loaded ahead of the
  * next.
  */
 static void test_a_ring_shrinks_once_the_seconds_are_known(void) {
@@ -871,7 +871,7 @@ static void test_others_stay_for_fewer_bytes_only_while_kernels_take_all_the_tim
     }
 }
 
-/* Few samples between training steps leave what lies in the arena there: the first step after them
+/* Few samples between training steps leave what is in the arena there: the first step after them
  * has nearly all its bytes back, and so has every later one. The latest training step was followed
  * by samples then, and those before it by training. */
 static void test_training_goes_on_after_samples(void) {
@@ -910,9 +910,9 @@ static struct model recorded(const struct model *m, unsigned first, unsigned eve
     return training;
 }
 
-/* Where training's forward can be told from a sample, the first step after samples knows that a
- * backward follows, however many they were: what a sample would want next is not fetched at its
- * turn. So it moves fewer bytes, and all later ones are as without samples, or nearly. */
+/* Where training's forward can be distinguished from a sample, the first step after samples knows
+ * that a backward follows, however many they were: what a sample would want next is not fetched at
+ * its turn. So it moves fewer bytes, and all later ones are as without samples, or nearly. */
 static void test_recorded_forwards_tell_training_from_samples(void) {
     static struct model m, training;
     static const unsigned samples[] = {4, 4, 5, 30, 12, 30}, ways[][2] = {{0, 1}, {5, 1}, {3, 7}};
@@ -993,8 +993,8 @@ static void test_the_first_of_a_kind_knows_the_order(void) {
         }
 }
 
-/* Where samples are recorded as training's forward is (nobody said that they are samples), all goes
- * as where neither is. */
+/* Where samples are recorded as training's forward is (the engine does not know that they are
+ * samples), the result is that of a run in which neither is recorded. */
 static void test_samples_that_are_recorded_are_no_training(void) {
     static struct model kinds[2];
     flux(&kinds[0], 3072, 1);
@@ -1173,7 +1173,7 @@ static void test_long_forwards_after_samples(void) {
     }
 }
 
-/* Pictures: a text encoder once, a denoiser twenty times, a decoder once. All that lies between two
+/* Pictures: a text encoder once, a denoiser twenty times, a decoder once. All that is between two
  * uses of the encoder is no round of its own; the denoiser's are. */
 static void test_rounds_within_a_round(void) {
     static struct model m;
@@ -1240,7 +1240,8 @@ static void test_a_unit_that_is_used_twice_in_a_round(void) {
 
 /* Training that begins after samples leaves those that are spread where they are, too: it learns
  * what a block is from its first backward, and from then on takes hardly more than the least (up to
- * 1.46 of it in the fourth step, and more for ever, while they lay in the places of others). */
+ * 1.46 of it in the fourth step, and more in each later step, while they were in the places of
+ * others). */
 static void test_training_begins_after_samples(void) {
     static struct model m;
     static struct clocks c;
@@ -1307,7 +1308,8 @@ static void test_a_segment_goes_after_samples_were_spread(void) {
     oo_plan_destroy(plan);
 }
 
-/* What has to leave is told once, so that what cannot does not keep the others. */
+/* Each unit that has to leave is returned once, so that one that cannot leave does not block the
+ * others. */
 static void test_each_that_leaves_is_told_once(void) {
     static struct model m;
     uint32_t unit, last = 0;

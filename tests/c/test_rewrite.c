@@ -20,8 +20,7 @@ static void rewritten(struct world *w, unsigned i, uint64_t now, int is_right, u
     need(oo_unit_rewritten(w->engine, w->unit[i], &stamp, is_right ? 1 : 0, stream), "rewritten");
 }
 
-/* A kernel of `seconds` steps the copy at `address`, which goes home; who waits for that is told.
- */
+/* A kernel of `seconds` steps the copy at `address`, which goes home; the trip is awaited. */
 static void step_copy(struct world *w, unsigned i, uintptr_t address, unsigned pattern,
                       double seconds, uintptr_t stream) {
     uint64_t ticket = 0;
@@ -57,7 +56,7 @@ static void what_is_stepped_in_the_arena_stays(void) {
     const uint64_t stale = stats_of(&w).stale;
     for (unsigned i = 0; i < UNITS; i++)
         need(use_on(&w, i, OO_FORWARD, -1, 1, w.stream), "forward");
-    CHECK(copied(&w) == before && stats_of(&w).stale == stale, "copied anew");
+    CHECK(copied(&w) == before && stats_of(&w).stale == stale, "copied again");
     /* What is stepped is watched as before: a stamp, and samples. */
     w.master[3][0] ^= 1;
     need(use_on(&w, 3, OO_FORWARD, -1, 1, w.stream), "a byte was written");
@@ -66,7 +65,8 @@ static void what_is_stepped_in_the_arena_stays(void) {
     world_close(&w, "stays");
 }
 
-/* Only a copy that is right is stepped; all others go, and whatever was not told is not trusted. */
+/* Only a copy that is right is stepped; all others are dropped, and one without a stamp is not
+ * trusted. */
 static void what_is_not_right_goes(void) {
     struct world w;
     world_open_on_device(&w, ARENA);
@@ -77,19 +77,19 @@ static void what_is_not_right_goes(void) {
     CHECK(!rewrite(&w, 2, 0, w.stream) && !resident(&w, 2), "a byte was written");
     uintptr_t address;
     need(oo_unit_rewrite(w.engine, w.unit[3], NULL, 0, w.stream, &address), "rewrite");
-    CHECK(!address && !resident(&w, 3), "nobody said what its masters are");
+    CHECK(!address && !resident(&w, 3), "it is not known what its masters are");
     w.engine->units[w.unit[4]].stale = 1;
     CHECK(!rewrite(&w, 4, 0, w.stream) && !resident(&w, 4), "it is stale");
     w.engine->units[w.unit[5]].is_fed = 1; /* as if its masters were not locked */
     CHECK(!rewrite(&w, 5, 0, w.stream) && !resident(&w, 5), "threads may write to it");
     w.engine->units[w.unit[5]].is_fed = 0;
     w.engine->members[w.member[6]].stamp_known = 0;
-    CHECK(!rewrite(&w, 6, 0, w.stream) && !resident(&w, 6), "nobody has stamped it");
+    CHECK(!rewrite(&w, 6, 0, w.stream) && !resident(&w, 6), "it has no stamp");
     for (unsigned i = 1; i <= 6; i++) {
         rewritten(&w, i, 1, 1, w.stream);
-        need(use_on(&w, i, OO_FORWARD, -1, 1, w.stream), "what has come anew");
+        need(use_on(&w, i, OO_FORWARD, -1, 1, w.stream), "what has come again");
     }
-    /* Stepped by half, or by nobody: no stamp says that it is right. */
+    /* Stepped by half, or not at all: no stamp says that it is right. */
     CHECK(rewrite(&w, 7, 0, w.stream) != 0, "it is there");
     rewritten(&w, 7, 0, 0, w.stream);
     CHECK(!resident(&w, 7) && !oo_plan_pins(w.engine->plan, w.unit[7]), "trusted");
@@ -98,7 +98,7 @@ static void what_is_not_right_goes(void) {
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     rewritten(&w, 8, 0, 1, w.stream);
     CHECK(!resident(&w, 8), "trusted");
-    /* Nobody begins, and somebody ends. */
+    /* A rewrite that did not begin is ended. */
     need(use_on(&w, 9, OO_FORWARD, -1, 0, w.stream), "use");
     rewritten(&w, 9, 0, 1, w.stream);
     CHECK(!resident(&w, 9), "trusted");
@@ -122,7 +122,7 @@ static void what_somebody_computes_with_is_replaced_afterwards(void) {
     need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
     const uint64_t stale = stats_of(&w).stale;
     need(use_on(&w, 3, OO_FORWARD, -1, 0, w.stream), "forward");
-    CHECK(stats_of(&w).stale == stale + 1, "not copied anew");
+    CHECK(stats_of(&w).stale == stale + 1, "not copied again");
     /* Likewise with the use that writes: others do not compute with what is written. */
     CHECK(rewrite(&w, 3, 0, w.stream) != 0, "it is there");
     CHECK(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_STATE,
@@ -151,7 +151,7 @@ static void a_step_waits_for_the_copy_and_for_its_readers(void) {
         step_copy(&w, 3, address, 50, 1e-5, w.stream);
         rewritten(&w, 3, 1, 1, w.stream);
         need(use_on(&w, 3, OO_FORWARD, -1, 1, other), "the other stream reads what was stepped");
-        /* Nobody has used it: only its copy is waited for. */
+        /* It has not been used: only its copy is waited for. */
         uint32_t ahead = UNITS;
         for (uint32_t i = 0; i < UNITS; i++)
             if (i != 3 && resident(&w, i) && !w.engine->units[w.unit[i]].n_uses)
@@ -161,7 +161,7 @@ static void a_step_waits_for_the_copy_and_for_its_readers(void) {
             const struct oo_stamp fetched_stamp = stamp_of(&w, ahead, 0);
             need(oo_engine_stamp(w.engine, &fetched_stamp, 1, 0), "stamp");
             const uintptr_t there = rewrite(&w, ahead, 0, w.stream);
-            CHECK(there != 0, "unit %u is not stepped where it lies", ahead);
+            CHECK(there != 0, "unit %u is not stepped in place", ahead);
             CHECK(!memcmp((const void *)there, w.master[ahead], w.bytes[ahead]),
                   "what computes at once finds the copy on its way");
             step_copy(&w, ahead, there, 51, 1e-5, w.stream);
@@ -212,12 +212,12 @@ static void of_two_who_rewrite_a_unit_the_first_has_its_copy(void) {
         CHECK(!resident(&w, 3), "it lacks what the second has sent home");
         rewritten(&w, 3, stamp + 1, !first_ends_first, w.stream);
         need(use_on(&w, 3, OO_FORWARD, -1, stamp + 1, w.stream), "forward");
-        CHECK(resident(&w, 3), "it comes anew");
+        CHECK(resident(&w, 3), "it comes again");
     }
     world_close(&w, "two");
 }
 
-/* Once a copy is written and on its way home others may take its place; if nobody has, it is right.
+/* Once a copy is written and on its way home another may take its place; if none has, it is right.
  */
 static void a_copy_that_is_written_may_be_replaced(void) {
     struct world w;
@@ -233,7 +233,7 @@ static void a_copy_that_is_written_may_be_replaced(void) {
     rewritten(&w, 0, 1, 1, w.stream);
     const uint64_t late = stats_of(&w).late;
     need(use_on(&w, 0, OO_FORWARD, -1, 1, w.stream), "forward");
-    CHECK(stats_of(&w).late == late, "copied anew");
+    CHECK(stats_of(&w).late == late, "copied again");
     /* Another unit comes in its place, and then it itself, while it is not home. */
     const uintptr_t again = rewrite(&w, 0, 1, w.stream);
     kernel(w.stream, (const void *)again, w.bytes[0], 1, 1e-2);
@@ -241,14 +241,14 @@ static void a_copy_that_is_written_may_be_replaced(void) {
     for (unsigned i = 1; i < UNITS; i++)
         need(use_on(&w, i, OO_FORWARD, -1, 0, w.stream), "forward");
     CHECK(!resident(&w, 0), "nothing took its place");
-    need(use_on(&w, 0, OO_FORWARD, -1, 1, w.stream), "it comes anew");
+    need(use_on(&w, 0, OO_FORWARD, -1, 1, w.stream), "it comes again");
     rewritten(&w, 0, 2, 1, w.stream);
     CHECK(!resident(&w, 0), "what was copied while it was written is trusted");
     CHECK(oo_unit_written(w.engine, 5000, w.stream) == OO_E_ARGUMENT, "no such unit");
     world_close(&w, "written");
 }
 
-/* A kernel on `stream` reads a master where it lies; `is_lost`: no event marks its end. */
+/* A kernel on `stream` reads a master in place; `is_lost`: no event marks its end. */
 static void read_in_place(struct world *w, unsigned i, uintptr_t stream, int is_lost) {
     const struct oo_request request = {
         .member = w->member[i], .kind = OO_FORWARD, .stream = stream, .task = -1};
@@ -262,7 +262,7 @@ static void read_in_place(struct world *w, unsigned i, uintptr_t stream, int is_
     sim.simFaultClear();
 }
 
-/* H7: kernels on other streams may read masters where they lie while the device writes them. */
+/* H7: kernels on other streams may read masters in place while the device writes them. */
 static void what_reads_masters_in_place_is_waited_for(void) {
     for (int is_lost = 0; is_lost < 2; is_lost++) {
         struct world w;
@@ -274,7 +274,7 @@ static void what_reads_masters_in_place_is_waited_for(void) {
         const uintptr_t copy = rewrite(&w, 3, 0, w.stream);
         CHECK(copy != 0, "it is not there");
         step_copy(&w, 3, copy, 60, 1e-5, w.stream);
-        /* Likewise whoever rewrites it as well: it was read meanwhile. */
+        /* Likewise another stream that rewrites it: it was read meanwhile. */
         read_in_place(&w, 3, other, is_lost);
         const uintptr_t second = new_stream(&w);
         char *elsewhere = device_memory(&w, w.bytes[3]);
@@ -301,7 +301,7 @@ static void nothing_is_fetched_ahead_that_is_rewritten(void) {
     CHECK(!before.resident_units, "%llu units are there",
           (unsigned long long)before.resident_units);
     need(oo_engine_hold(w.engine), "hold");
-    need(oo_engine_resume(w.engine), "resume"); /* says anew what may be fetched ahead */
+    need(oo_engine_resume(w.engine), "resume"); /* says again what may be fetched ahead */
     need(use_on(&w, 0, OO_FORWARD, -1, 0, w.stream), "use");
     need(use_on(&w, 1, OO_FORWARD, -1, 0, w.stream), "use");
     CHECK(stats_of(&w).prefetches == before.prefetches, "fetched ahead");
@@ -333,7 +333,7 @@ static void what_is_refused(void) {
     need(oo_unit_add(w.engine, model, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
     need(oo_model_remove(w.engine, model), "remove");
     CHECK(oo_unit_rewrite(w.engine, unit, NULL, 0, w.stream, &address) == OO_E_ARGUMENT, "gone");
-    /* Where the driver fails, nothing is trusted, and the end can be told. */
+    /* Where the driver fails, nothing is trusted, and the end can be reported. */
     for (int i = 0; i < 2; i++)
         need(step(&w), "step");
     const struct oo_stamp stamp = stamp_of(&w, 3, 0);

@@ -80,7 +80,7 @@ static void test_hardly_any_choice_is_faster(void) {
     CHECK(sum / 300 <= 1.01, "%.4f of the best on average", sum / 300);
 }
 
-/* Seconds of the third of three rounds, byte by byte: a copy waits for the use of all that lie in
+/* Seconds of the third of three rounds, byte by byte: a copy waits for the use of all that are in
  * its place, which begins where the last one ended, or at 0: what would go beyond the ring and, of
  * units of different sizes, the largest. */
 static double lying_seconds(size_t count, size_t ring) {
@@ -230,7 +230,8 @@ static void test_the_largest_stay_where_a_smaller_ring_will_do(void) {
     for (size_t i = 0; i < 200; i += 5)
         CHECK(turns[i].stays, "unit %zu streams", i);
     CHECK(oo_round_settle(turns, 200, 4080, LINK_BPS, 1) == 4000, "they alone stay");
-    CHECK(oo_round_settle(turns, 200, 4039, LINK_BPS, 1) <= 3939, "no room for a ring beside them");
+    CHECK(oo_round_settle(turns, 200, 4039, LINK_BPS, 1) <= 3939,
+          "no room for a ring next to them");
 }
 
 /* The small ones are used first, and the link cannot bring so many as fast as they are used. */

@@ -256,7 +256,7 @@ static void test_memory_that_is_read_alone_can_be_written_again(void) {
     CHECK(read(ends[0], bytes, 1) < 0 && errno == EFAULT, "it was written");
     close(ends[0]), close(ends[1]);
 #endif
-    again[0] = 4; /* by another mapping it can: that one is not told */
+    again[0] = 4; /* by another mapping it can: that one is not protected */
     CHECK(bytes[0] == 4, "two mappings of one section differ");
     CHECK(oo_host_protect(host, 1) == OO_OK, "%s", oo_error_message());
     bytes[BYTES - 1] = 5;

@@ -75,7 +75,7 @@ static void let_go(struct reader *r) {
 static void close_reader(struct reader *r) {
     let_go(r);
     enum oo_status status = oo_engine_destroy(r->engine);
-    if (status == OO_E_DRIVER && failures++ == 0) /* what refuses to end is told, not repeated */
+    if (status == OO_E_DRIVER && failures++ == 0) /* a failed end is reported, not repeated */
         status = oo_engine_destroy(r->engine);
     CHECK(status == OO_OK || (status == OO_LEAKED && failures == 0), "destroy: %s",
           oo_error_message());
@@ -195,7 +195,7 @@ static void test_who_does_not_lock_copies_through_the_ring(void) {
     }
 }
 
-/* The memory goes while both know it: each is told to let go, and waited for. */
+/* The memory is destroyed while both engines know it: each unlocks it, and is waited for. */
 static void test_destroying_the_memory_unlocks_it_for_all(void) {
     struct reader r[READERS];
     struct oo_host *host = new_host();
@@ -464,7 +464,7 @@ static void test_a_lost_context_releases_no_other(void) {
     CHECK(!oo_host_locked(host) && sim.simCallCount("cuDevicePrimaryCtxRelease") == released,
           "a dead engine drives");
     need(oo_host_destroy(host), "host memory");
-    CHECK(oo_engine_destroy(r[1].engine) == OO_LEAKED, "nobody was told");
+    CHECK(oo_engine_destroy(r[1].engine) == OO_LEAKED, "no error");
     free(r[1].arena);
     leaks = 1;
     end_of_life("a lost context");

@@ -78,7 +78,7 @@ static void per_thread_default_streams_can_be_asked_for(void) {
     void *function;
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuGetProcAddress("cuStreamQuery", &function, 12000, 3, NULL));
 
-    /* A held non-blocking stream's work is in nobody's way; work on the thread's own stream is what
+    /* A held non-blocking stream's work delays no other; work on the thread's own stream is what
      * its variants see, and the legacy ones do when asked about handle 2. */
     sim_test_begin(SIM_TIMED, 0);
     struct sim_library mine = cu;
@@ -109,8 +109,8 @@ static void per_thread_default_streams_can_be_asked_for(void) {
     sim_test_end();
 }
 
-/* Each preset is a card that exists: what is told of it is true, and what is not known is an error.
- */
+/* Each preset is a card that exists: its attributes are true, and one that is not known is an
+ * error. */
 static void attributes_are_those_of_the_card(void) {
     static const struct {
         const char *preset;
@@ -149,7 +149,7 @@ static void attributes_are_those_of_the_card(void) {
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuDeviceGetAttribute(&value, 0, 0));
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuDeviceGetAttribute(&value, 151, 0));
     IS(OOCU_ERROR_INVALID_DEVICE, cu.cuDeviceGetAttribute(&value, 10, 9));
-    device.compute_major = 7; /* a card that nobody knows */
+    device.compute_major = 7; /* a card that does not exist */
     OK(cu.simSetDevice(0, &device));
     IS(OOCU_ERROR_NOT_SUPPORTED, cu.cuDeviceGetAttribute(&value, 16, 0));
     CHECK(value == 77, "written all the same");

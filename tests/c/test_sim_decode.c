@@ -96,7 +96,7 @@ static void a_missing_wait_is_a_race(void) {
         if (missing != 1)
             OK(cu.cuStreamWaitEvent(computes, there, 0));
         OK(cu.simLaunch(computes, &used, 1, NULL, 0, 1e-6));
-        CHECK(cu.simReportCount() > 0, "wait %d is not there, and nobody says so", missing);
+        CHECK(cu.simReportCount() > 0, "wait %d is missing, and there is no report", missing);
         double end_s;
         OK(cu.simFinish(&end_s));
         end(&l);

@@ -114,7 +114,7 @@ static void a_sticky_error_kills_the_context(void) {
     }
 }
 
-/* What a lost context had queued never runs: memory under it may go, though nobody waited. */
+/* What a lost context had queued never runs: its memory may be freed without a wait. */
 static void nothing_is_in_flight_on_a_lost_context(void) {
     static char memory[2][4096];
     const OOSimRange range = {(OOCUdeviceptr)memory[0], sizeof memory[0]};

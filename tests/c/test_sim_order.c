@@ -605,7 +605,7 @@ static uint64_t random_copies(int schedule, uint64_t seed) {
     return hash;
 }
 
-/* Whoever asks, and goes on whatever the answer is, is reported where it was "not ready" alone:
+/* A caller that asks, and continues with either answer, is reported only where it was "not ready":
  * what the answer is depends on the schedule, and a query that succeeds is order. */
 static void a_race_behind_a_query_is_reported_where_it_said_not_ready(void) {
     int answers = 0;

@@ -311,7 +311,7 @@ static void late_submission(void) {
     OK(cu.simSwitch(SIM_LATE_SUBMISSION, 1));
     int late = 0;
     OK(cu.simSubmitsLate(&late));
-    CHECK(late == 1, "not told");
+    CHECK(late == 1, "it does not say so");
     OOCUstream copies = new_stream(), compute = new_stream();
     OOCUevent first = new_event(), second = new_event();
     OOCUdeviceptr device = device_bytes(2 << 20);
@@ -326,7 +326,7 @@ static void late_submission(void) {
     OK(cu.cuEventRecord(second, copies));
     OK(cu.simAdvance(1));
     OK(cu.simGetStats(&stats));
-    CHECK(stats.h2d_busy_s == 0, "begun, though nobody asked");
+    CHECK(stats.h2d_busy_s == 0, "begun without a query");
     float ms;
     IS(OOCU_ERROR_NOT_READY, cu.cuEventElapsedTime(&ms, first, second));
     OK(cu.simAdvance(1));
@@ -385,7 +385,8 @@ static void kernels_overlap_where_they_are_told_to(void) {
 
 /* Two devices of 1 GB/s links copy 1 MB twice each: behind one upstream of 1 GB/s all four pass one
  * after the other, behind one of 1.5 GB/s at its rate, and where each has its own as if alone. One
- * that copies alone gets its link's rate, not the upstream's; copies to the host pass besides. */
+ * that copies alone gets its link's rate, not the upstream's; copies to the host pass at the same
+ * time. */
 static void links_share_an_upstream(void) {
     enum { BYTES = 1000000 };
     static const struct {
@@ -455,10 +456,10 @@ static void links_share_an_upstream(void) {
     OK(cu.simSetDeviceCount(1));
 }
 
-/* Copies of 1, 2 and 3 MB over a link of 1 GB/s, 10 us each besides, that start at once: 2 MB in,
- * then 3 MB in, beside 1 MB out. Where each way has half of it while both copy, the one out takes
- * twice its 1.01 ms, the first one in has 1.00 of its 2.01 ms left then: 3.02 ms, and the second
- * one has the link to itself. A copy out that begins late slows what is under way. */
+/* Copies of 1, 2 and 3 MB over a link of 1 GB/s, each 10 us longer, that start at once: 2 MB in,
+ * then 3 MB in, and at the same time 1 MB out. Where each way has half of it while both copy, the
+ * one out takes twice its 1.01 ms, the first one in has 1.00 of its 2.01 ms left then: 3.02 ms, and
+ * the second one has the link to itself. A copy out that begins late slows what is under way. */
 static void directions_share_a_link(void) {
     enum { MB = 1000000 };
     static const struct {
@@ -489,7 +490,7 @@ static void directions_share_a_link(void) {
             OK(cu.cuEventSynchronize(ends[2]));
             near(cu.simNow() - start_s, table[i].out_s, "out");
             OK(cu.cuEventSynchronize(ends[0]));
-            near(cu.simNow() - start_s, table[i].first_s, "in, beside it");
+            near(cu.simNow() - start_s, table[i].first_s, "in, with it");
             OK(cu.cuEventSynchronize(ends[1]));
             near(cu.simNow() - start_s, table[i].second_s, "in, alone");
             start_s = cu.simNow();

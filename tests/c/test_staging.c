@@ -81,7 +81,7 @@ static unsigned free_pieces(const struct world *w, const struct oo_staging_piece
     return count;
 }
 
-/* Of two that are lent the first and the second goes, wherever their records lie. */
+/* Of two leases the first or the second is removed, wherever their records are. */
 static void memory_that_goes_takes_its_own_pieces(void) {
     struct world w;
     begin(&w);
@@ -254,7 +254,7 @@ static void decode_ahead(struct world *w) {
     CHECK(launched > 0, "nothing is decoded ahead");
 }
 
-/* The units that are copied lie in the memory of another lease, which stays. */
+/* The units that are copied are in the memory of another lease, which stays. */
 static void memory_does_not_go_while_a_copy_thread_has_a_piece(void) {
     struct world w;
     struct oo_staging_piece *pieces[OO_STAGING_PIECES];
@@ -284,7 +284,7 @@ static void memory_does_not_go_while_a_copy_thread_has_a_piece(void) {
 
 static void use_the_largest(void *argument) { need(use(argument, 9, OO_FORWARD), "use"); }
 
-/* A copy thread queues the decode of a unit that nobody has used, while another unit takes its
+/* A copy thread queues the decode of a unit that has not been used, while another unit takes its
  * place: what is copied there comes after the decode. */
 static void a_unit_that_is_decoded_still_loses_its_place_afterwards(void) {
     struct world w;
@@ -304,7 +304,7 @@ static void a_unit_that_is_decoded_still_loses_its_place_afterwards(void) {
     world_close(&w, "decoded still");
 }
 
-/* A wait that the driver has refused is owed still. */
+/* A wait that the driver has refused is still to be done. */
 static void decodes_are_loose_until_they_are_waited_for(void) {
     static const char *const calls[] = {"cuEventRecord", "cuStreamWaitEvent"};
     struct world w;

@@ -90,7 +90,7 @@ static void test_a_copy_glances_at_what_a_use_has_read(void) {
     right_after(&w, 4, 0, &stale, 0, "first");
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     w.master[4][UNSEEN] ^= 1;
-    right_after(&w, 4, 0, &stale, 0, "copied anew");
+    right_after(&w, 4, 0, &stale, 0, "copied again");
     right_after(&w, 4, 0, &stale, 1, "read");
     right_after(&w, 4, 0, &stale, 0, "read again");
     w.master[4][UNSEEN] ^= 1;
@@ -221,7 +221,7 @@ static enum oo_status train(struct world *w, unsigned i) {
     return use_on(w, i, OO_RECORDED, -1, 0, w->stream);
 }
 
-/* While masters may be rewritten every pass reads them anew, though samples see no change. */
+/* While masters may be rewritten every pass reads them again, though samples see no change. */
 static void test_a_row_written_between_validations_is_seen(void) {
     struct world w;
     struct oo_use held;
@@ -262,7 +262,7 @@ static void test_a_row_written_between_validations_is_seen(void) {
         const uint64_t before = stats_of(&w).late;
         need(use(&w, i, OO_FORWARD), "again");
         need(use(&w, i, OO_FORWARD), "and again");
-        CHECK(stats_of(&w).late == before, "unit %u was copied anew", i);
+        CHECK(stats_of(&w).late == before, "unit %u was copied again", i);
     }
     need(oo_engine_resume(w.engine), "resume");
     CHECK(oo_plan_resident(w.engine->plan, w.unit[4]) != NULL, "dropped in use");
@@ -306,7 +306,7 @@ static void test_a_validation_copies_a_unit_of_two_members_once(void) {
     world_close(&w, "two members");
 }
 
-/* Whoever should have stamped a copy was interrupted: it is made anew, once. */
+/* A copy is made again, once, when the thread that had to stamp it was interrupted. */
 static void test_a_copy_that_is_not_stamped_is_not_trusted(void) {
     struct world w;
     world_open(&w, 400000, -1);
@@ -369,7 +369,7 @@ static void test_what_is_in_use_becomes_stale(void) {
                   (unsigned long long)(stats_of(&w).stale - stale));
         }
     }
-    /* An optimizer will rewrite it: whoever computes now, and joins in, has the old weights. */
+    /* An optimizer will rewrite it: a use that begins now, and joins in, has the old weights. */
     double end_s;
     sim.simFinish(&end_s);
     need(acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held), "acquire");

@@ -97,7 +97,7 @@ static void come_and_go(void *argument) {
             worker->failures += inner.failures;
             snprintf(worker->said, sizeof worker->said, "%s", inner.said);
         }
-        /* Refused while another thread computes with a unit that lies in this model's lease. */
+        /* Refused while another thread computes with a unit in this model's lease. */
         enum oo_status removed;
         do
             removed = world_remove(&b);
@@ -109,7 +109,7 @@ static void come_and_go(void *argument) {
     }
 }
 
-/* Copies become stale while others compute with them: nobody may notice but by a late copy. */
+/* Copies become stale while others compute with them: the only sign of it is a late copy. */
 static void refresh(void *argument) {
     struct worker *worker = argument;
     const struct world *w = worker->w;

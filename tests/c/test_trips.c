@@ -190,7 +190,7 @@ static void what_is_lent_is_that_memory_alone(void) {
     need(oo_trip_out(w.engine, there, (uintptr_t)memory[1], sizeof target, stream, &out[0]), "out");
     for (int i = 0; i < 3; i += 2) /* below it and above it */
         need(oo_engine_download(w.engine, target, (uintptr_t)memory[i], sizeof target, stream),
-             "a gradient beside it");
+             "a gradient next to it");
     need(oo_trip_out(w.engine, there + sizeof target, (uintptr_t)memory[2], sizeof target, stream,
                      &out[1]),
          "out");

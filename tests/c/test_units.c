@@ -51,7 +51,8 @@ static void test_units_of_several_members_and_tensors(void) {
     world_close(&w, "members");
 }
 
-/* One copy reads one registration, and of memory that nobody knows only what it was told of. */
+/* One copy reads one registration, and of memory that the engine does not know only the tensors
+ * that were passed. */
 static void test_what_travels_as_one_copy(void) {
     struct world w;
     struct oo_host *pages[16];
@@ -76,7 +77,7 @@ static void test_what_travels_as_one_copy(void) {
     fill(foreign, 1024, 3);
     for (int how = 0; how < 2; how++) {
         if (how == 0 && below == above)
-            continue; /* no two pages lie side by side here */
+            continue; /* no two pages are side by side here */
         const struct oo_tensor tensors[] = {
             {.host = how ? foreign : oo_host_address(pages[below]), .bytes = how ? 100 : 4096},
             {.host = how ? foreign + OO_ALIGNMENT : oo_host_address(pages[above]),
@@ -163,7 +164,7 @@ static uint64_t brought_by(struct world *w, uint32_t member, const char *what) {
     return brought;
 }
 
-/* What left a unit is no part of its copies, wherever it lay in it. */
+/* What left a unit is no part of its copies, wherever it was in it. */
 static void test_what_left_a_unit_travels_no_more(void) {
     struct world w;
     uint32_t unit, left, members[4];

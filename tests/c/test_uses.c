@@ -1,4 +1,4 @@
-/* Release: how a use ends on its stream, and what stands in for a mark that the driver refuses. */
+/* Release: how a use ends on its stream, and what replaces a mark that the driver refuses. */
 #include "world.h"
 
 /* A stream that is known has its entry, however many there are: no other's is given up for it. */
@@ -146,7 +146,7 @@ static void test_a_use_without_an_entry_is_waited_for(void) {
 }
 
 /* While a fault lasts a release can neither mark its use nor wait for it. The unit is in use no
- * more all the same, or nothing could ever detach; whoever overwrites it waits for each such use.
+ * more all the same, or nothing could ever detach; what overwrites it waits for each such use.
  * Only with more of them than there are entries a release fails, and can be repeated. */
 static void test_a_release_returns_while_a_fault_lasts(void) {
     enum { STREAMS = OO_USES + 1, HELD = 1 }; /* what comes first and stays is not overwritten */

@@ -1,5 +1,4 @@
-/* weights.h - weights to be coded: as they are trained, as nobody trains them, and the rare bits.
- */
+/* weights.h - weights to be coded: as training makes them, as it never does, and rare bits. */
 #ifndef WEIGHTS_H
 #define WEIGHTS_H
 
@@ -51,8 +50,7 @@ static inline uint16_t coded_as(enum oo_codec_kind kind, double value) {
                                   : int8(value);
 }
 
-/* Infinities, NaNs with payloads, denormals, both zeros; the ends of what int8 has, and beside 0.
- */
+/* Infinities, NaNs with payloads, denormals, both zeros; the ends of int8, and next to 0. */
 static inline uint16_t special_of(enum oo_codec_kind kind, unsigned n) {
     static const uint16_t special[][8] = {
         [OO_CODEC_BF16] = {0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x0001, 0x807F, 0x8000, 0},
