@@ -23,7 +23,7 @@ enum {
     GRADIENT = 20000 /* more than the ring, whose pieces are small here: see tools/fuzz.py */
 };
 
-/* Memory that nobody may touch now; there only where AddressSanitizer is. */
+/* Memory that no code may touch now; these functions exist only with AddressSanitizer. */
 void __asan_poison_memory_region(const volatile void *address, size_t bytes) __attribute__((weak));
 void __asan_unpoison_memory_region(const volatile void *address, size_t bytes)
     __attribute__((weak));
@@ -164,8 +164,9 @@ static void excuse(struct fuzz *f, enum oo_status status, int excused, const cha
 static void enter_context(const struct fuzz *f) { sim.cuCtxPushCurrent_v2(f->w.context); }
 static void leave_context(void) { sim.cuCtxPopCurrent_v2(NULL); }
 
-/* Whether the context has been lost, though the engine may not know yet. One call asks, and none
- * follows it that the fault could strike: a lost context answers so even where none is current. */
+/* Whether the context has been lost, though the engine may not know yet. One call asks, and no
+ * call follows it that the fault could make fail: a lost context answers so even where none is
+ * current. */
 static int lost(const struct fuzz *f) {
     unsigned flags;
     if (!f->sticky || f->w.engine->dead != OO_OK)
@@ -195,8 +196,8 @@ static void cover(const struct layer *layer, int covered) {
             __asan_unpoison_memory_region(blocks[i], bytes);
 }
 
-/* Whoever rewrites a master races with its copy if that is still queued: the detector shall say so,
- * and nobody shall ever compute with what arrives. */
+/* A write to a master races with its copy if that is still queued: the detector must report it, and
+ * no kernel may ever compute with what arrives. */
 static void declare_write(const void *memory, size_t bytes) {
     char text[2048];
     see_reports();
@@ -221,7 +222,7 @@ static void rewrite_tensor(struct fuzz *f, const struct oo_tensor *tensor) {
     }
 }
 
-/* Nobody rewrites codes. */
+/* Codes are never rewritten. */
 static void rewrite(struct fuzz *f, struct layer *layer) {
     cover(layer, 0);
     for (unsigned i = 0; i < layer->n_tensors; i++)
@@ -384,7 +385,7 @@ static enum oo_status add_unit(struct fuzz *f, struct attached *m, struct input 
     uint32_t counts[3] = {0}, members[3], unit;
     struct layer *first = &m->layers[m->n_layers];
     unsigned n = 1 + below(in, 3), all = 0;
-    const int unknown = below(in, 8) == 0; /* memory that the engine never heard of */
+    const int unknown = below(in, 8) == 0; /* memory that the engine does not know */
     if (n > LAYERS - m->n_layers || unknown)
         n = 1;
     const int trainable = below(in, 3) == 0;
@@ -410,7 +411,7 @@ static enum oo_status add_unit(struct fuzz *f, struct attached *m, struct input 
             tensors[all++] = layer->home[t] = layer->tensors[t];
             const size_t taken =
                 layer->tensors[t].coded_bytes ? layer->tensors[t].coded_bytes : bytes;
-            /* Beside each other as on the device, or not: then they travel as several copies. */
+            /* Next to each other as on the device, or not: then they travel as several copies. */
             *at += (taken + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
             *at += below(in, 4) == 0 ? 4 : 0;
         }
@@ -443,8 +444,8 @@ static void unlock(struct fuzz *f, struct oo_host *host) {
     oo_host_destroy(host);
 }
 
-/* The engine has ordered the allocating stream after every use: once that has ended, whoever comes
- * next may have the bytes, on whatever stream. */
+/* The engine has ordered the allocating stream after every use: once that has ended, the next
+ * owner may use the bytes, on any stream. */
 static void arena_back(struct fuzz *f, char *arena, uintptr_t stream) {
     clear_faults(f);
     enter_context(f);
@@ -466,7 +467,7 @@ static void give_back_model(struct fuzz *f, struct attached *m) {
     memset(m, 0, sizeof *m);
 }
 
-/* Each model lends what coded chunks pass through, for whoever's they are. */
+/* Each model lends memory that coded chunks of all models pass through. */
 static enum oo_status add_staging(struct fuzz *f, struct attached *m, unsigned stream) {
     char *staging = arena_new(f, WORLD_STAGING);
     if (!staging)
@@ -544,7 +545,7 @@ static void detach(struct fuzz *f, struct attached *m) {
                 judge(f, status, status == OO_E_STATE, 1, "detach while in use");
                 return;
             }
-    const int in_use = holds_any(f); /* another's unit in use may lie in its segment */
+    const int in_use = holds_any(f); /* another's unit in use may be in its segment */
     status = leave(f, m);
     judge(f, status, in_use && status == OO_E_STATE, 1, "detach");
     if (status == OO_E_STATE)
@@ -681,8 +682,8 @@ static void move(struct fuzz *f, struct layer *layer, int home, unsigned words) 
     layer->unit = unit;
 }
 
-/* Each stream has a gradient of its own: after a failure nobody has waited for the kernel that
- * wrote it. */
+/* Each stream has a gradient of its own: after a failure no call has waited for the kernel
+ * that wrote it. */
 static void download(struct fuzz *f, unsigned which, size_t bytes, int landing) {
     const uintptr_t stream = f->streams[which];
     char *gradient = f->gradient + (size_t)which * GRADIENT;
@@ -754,7 +755,7 @@ static void audit(struct fuzz *f, const struct oo_stats *stats) {
             (unsigned long long)stats->acquires, (unsigned long long)stats->hits,
             (unsigned long long)stats->late, (unsigned long long)f->acquired,
             (unsigned long long)f->refused);
-    REQUIRE(copies == f->fetched, "%llu copies, told of %llu", (unsigned long long)copies,
+    REQUIRE(copies == f->fetched, "%llu copies, %llu reported", (unsigned long long)copies,
             (unsigned long long)f->fetched);
     REQUIRE(stats->host_waits + stats->copy_waits + f->waits == seen.host_waits,
             "%llu host waits counted, %llu seen",
@@ -853,7 +854,7 @@ static void trace(struct fuzz *f) {
     size_t count, copies = 0;
     double free_s[2] = {0, 0}; /* when the copy streams have ended their last row */
     const int no_times = !f->w.engine->driver.cuEventElapsedTime;
-    /* The pieces of copy threads lie between other copies on the stream. */
+    /* The pieces of copy threads are between other copies on the stream. */
     const int in_turn = f->w.engine->feeder.n_threads == 0;
     enum oo_status status =
         f->tracing ? oo_trace_stop(f->w.engine, &rows, &count) : oo_trace_start(f->w.engine);

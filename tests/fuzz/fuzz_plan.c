@@ -33,7 +33,7 @@ static void check_invariants(const struct model *m) {
     unsigned found = 0, segments = 0, resident = 0;
     uint32_t seen[MAX_UNITS] = {0};
     for (const struct oo_segment *s = arena->segments; s; s = s->next, segments++) {
-        REQUIRE(listed(m, s), "a segment that nobody added");
+        REQUIRE(listed(m, s), "a segment that was never added");
         size_t offset = 0;
         int near = 0;
         const struct oo_block *before = NULL;
@@ -139,7 +139,7 @@ static void demand(struct model *m, uint32_t unit, enum oo_kind kind) {
         take(m, unit, &window, 0);
 }
 
-/* What leaves is there, and nobody uses it. */
+/* What leaves is there, and is not in use. */
 static void leave(struct model *m) {
     uint32_t unit;
     while (oo_plan_next_drop(m->plan, &unit)) {
