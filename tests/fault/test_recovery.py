@@ -84,7 +84,7 @@ def test_a_refused_registration_is_one_warning_and_the_same_bits(warnings: Said)
 
 
 def test_each_wait_of_a_recovery_is_counted() -> None:
-    """A use whose end cannot be marked is waited for by whoever overwrites it, and only then."""
+    """A use whose end cannot be marked is waited for only before its memory is overwritten."""
     model, x = frozen(width=512), torch.randn(3, 512)
     wanted = model(x)
     manager = attach(model)
@@ -110,7 +110,7 @@ def test_each_wait_of_a_recovery_is_counted() -> None:
         recoveries = stats["recoveries"] - before["recoveries"]
         lost = stats["lost_uses"] - before["lost_uses"]
         given_up = stats["prefetch_failures"] - before["prefetch_failures"]
-        assert failed or lost or given_up, "nobody noticed"
+        assert failed or lost or given_up, "no failure was noticed"
         assert recoveries == simulator.stats().host_waits - waits, "a wait that is not counted"
         assert recoveries <= lost
         moved += recoveries
@@ -301,7 +301,7 @@ def test_an_attach_that_fails_leaves_nothing_open() -> None:
 
 
 class Trained:
-    """A model that trains fully, and the same beside it that is resident."""
+    """A model that trains fully, and a copy of it that is resident."""
 
     def __init__(self, during_backward: bool = False) -> None:
         torch.manual_seed(0)
@@ -342,7 +342,7 @@ def trained(nothing_is_left: None) -> Any:
 
 
 def rare(trained: Trained) -> int:
-    """What the engine has counted of calls that failed, and whose failure nobody is told of."""
+    """Count the failed calls of the engine that raise no error and log no warning."""
     stats = trained.manager.state.engine.stats()
     return sum(stats[name] for name in ("recoveries", "prefetch_failures", "lost_uses"))
 

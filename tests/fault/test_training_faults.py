@@ -258,7 +258,7 @@ def life(fault: Fault) -> None:
     counted = sum(stats[name] for name in RARE)
     noticed = errors or log.texts or counted
     harmless = fault.call in (None, *MEASURES) or (fault.call, fault.code) in ANSWERS
-    assert noticed or not struck or harmless, "nobody noticed"
+    assert noticed or not struck or harmless, "no failure was noticed"
     assert fault.nth or not noticed, (errors, log.texts)
     if fault.call == "cuMemHostRegister":
         assert not errors and stats["lock_refusals"], "a refusal is no error"
@@ -273,7 +273,7 @@ def life(fault: Fault) -> None:
         check_new_attachment()
     lost = [text for text in log.texts if "could not be given back, the first" in text]
     lost += [text for text in errors if "could not be given back, the first" in text]
-    if lost:  # told, and not ours to repeat: excluded from the count of leaks
+    if lost:  # logged, and the test cannot repeat it: excluded from the count of leaks
         release_contexts()
     assert not simulator.reports(), simulator.reports()[0]
     assert not live_objects(), live_objects()
@@ -308,7 +308,7 @@ def death(fault: Fault) -> None:
             manager.detach()
     struck = simulator.call_count(fault.call) - made >= fault.nth
     assert struck, "it never struck"
-    assert done < STEPS or log.texts, "nobody noticed"
+    assert done < STEPS or log.texts, "no failure was noticed"
     # The weights are those before the step that failed, or, where its end failed, those after it.
     frozen = WEIGHTS[done + 1 if done == 1 else done][:3]
     if done == 1 and torch.equal(run.model.second.weight, WEIGHTS[1][2]):
