@@ -3,8 +3,8 @@
 All warps of a launch run side by side, lane by lane of NumPy arrays: they share nothing but memory
 that they do not write twice. Of the lanes that are alive those at the earliest instruction run
 next, as if they had diverged. Stops at what a GPU would not forgive or would not tell: an access
-outside or off its alignment, a store to what is read only, a register that nobody wrote, a shuffle
-that not all named lanes reach. An instruction that is not known here is an error.
+outside or off its alignment, a store to what is read only, a register that was never written, a
+shuffle that not all named lanes reach. An instruction that is not known here is an error.
 
 Semantics: NVIDIA, Parallel Thread Execution ISA, version 8.
 """
