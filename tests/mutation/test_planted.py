@@ -30,7 +30,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Bug:
-    """What stands in the source, and what a bug makes of it."""
+    """What is in the source, and what a bug makes of it."""
 
     name: str
     file: str
@@ -256,7 +256,7 @@ def test_mutants_are_found_by_the_rules(tmp_path: Path) -> None:
     assert {"cuEventRecord on engine->d2h", "cuStreamWaitEvent on engine->h2d"} <= set(found)
     assert "cuStreamWaitEvent with first->handle" in found
     assert "== becomes !=" in found
-    # The counter stands above a call that can leave the function: the swap can be seen.
+    # The counter is above a call that can leave the function: the swap can be seen.
     assert "swap cuEventRecord with the statement above" in found
     below = found["swap cuEventRecord with the statement below"]
     assert below.text.lstrip().startswith("if (engine->sweep == 1)")
@@ -290,7 +290,7 @@ def test_what_only_calculates_is_changed_in_each_operator_and_number(tmp_path: P
         "drop 'all == 7' of &&", "drop 'count' of &&",
     }  # fmt: skip
     assert found["+= becomes -=, operator 1"].text == "all -= words[i] >> 3 & 0x0Fu;"
-    # A sample: by the text of each, whatever stands beside it.
+    # A sample: by the text of each, whatever is next to it.
     first = {mutant.key for mutant in mutants.mutants_of(ROOT / "csrc/core/codec.c")}
     (tmp_path / "codec.c").write_text("\n\n" + (ROOT / "csrc/core/codec.c").read_text())
     assert {mutant.key for mutant in mutants.mutants_of(tmp_path / "codec.c")} == first
