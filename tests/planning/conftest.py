@@ -1,4 +1,4 @@
-"""Plans beside what they plan: real models, their optimizers, an engine on the simulated device."""
+"""Plans and what they plan: real models, their optimizers, an engine on the simulated device."""
 
 from __future__ import annotations
 

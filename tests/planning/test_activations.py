@@ -1,4 +1,4 @@
-"""Activations of a step without memory, beside the peak of torch's CPU allocator in a real one."""
+"""Activations of a step without memory, compared with the peak of torch's CPU allocator."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from oracle_offload.planning.storage import Row, Storage, storage_of
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "plan.md").read_text("utf-8")
 GOLDEN = ROOT / "tests" / "data" / "plan"
-# Set to write the golden files anew; then read the difference before committing it.
+# Set to write the golden files again; then read the difference before committing it.
 UPDATE = os.environ.get("ORACLE_OFFLOAD_UPDATE_GOLDEN") == "1"
 
 
@@ -186,7 +186,7 @@ def test_full_training_streams_with_gradients_and_state_on_the_host() -> None:
     assert set(found.fit.device) == {"arena"}
 
 
-# ---- where the bytes lie, to the byte ----
+# ---- where the bytes are, to the byte ----
 
 
 def rooms(device: int, host: int, percent: float | None = None) -> Room:
@@ -394,7 +394,7 @@ def test_micro_batches_go_together_where_not_all_weights_have_room() -> None:
     options = dict(dtype="bf16", rank=1, targets="1", card=24, ram="64GB", measure=False)
     rows = oracle_offload.plan(table, **options).storage
     _, found = fit_step(rows, replace(step, numbers={"0": 0, "1": 3}), 1, half)
-    assert found.sweep_bytes == (LAYER, LAYER), "rows of a table are read where they lie"
+    assert found.sweep_bytes == (LAYER, LAYER), "rows of a table are read in place"
     unknown, found = fit_step(storage, Step(why="it was not measured"), 3, half)
     assert found.sweep_bytes == () and unknown.why
 
@@ -1102,7 +1102,7 @@ def test_no_size_to_paste_is_a_row_of_digits(
 
 
 def test_no_step_of_a_plan_is_shorter_than_the_least_that_it_names() -> None:
-    """`takes 3.19 s to 5.02 s` stood beside `no step takes less than 3.89 s`."""
+    """The same plan said `takes 3.19 s to 5.02 s` and `no step takes less than 3.89 s`."""
 
     class Tower(nn.Sequential):
         pass

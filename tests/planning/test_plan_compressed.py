@@ -1,4 +1,4 @@
-"""Plans with ``compress=``, beside the attach and the steps that they plan."""
+"""Plans with ``compress=``, compared with the attach and the steps that they plan."""
 
 from __future__ import annotations
 

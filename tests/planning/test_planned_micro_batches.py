@@ -1,4 +1,4 @@
-"""Steps of several micro-batches with one fetch: their memory and their time, beside the engine."""
+"""Steps of several micro-batches with one fetch: memory and time, compared with the engine's."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_step_is_as_the_engine_and_the_allocator_have_it(checkpointing: bool, 
             assert len(manager.layers) > 20
             kept = sum(p.nbytes for p in model.parameters() if p.requires_grad)
             model.zero_grad()
-            peak = peak_of(accumulate) - kept  # it makes the gradients anew
+            peak = peak_of(accumulate) - kept  # it makes the gradients again
         finally:
             manager.detach()
     assert found.speed.step_s == pytest.approx(seconds, rel=0.03)

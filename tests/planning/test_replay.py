@@ -28,7 +28,7 @@ def device() -> Any:
 
 @pytest.fixture
 def switches(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """How the switches stand that a replay turns."""
+    """The states of the switches that a replay turns."""
     now: dict[str, bool] = {}
 
     def noted(name: str) -> Any:
@@ -86,7 +86,7 @@ def test_a_step_that_the_link_holds_up_takes_what_its_copies_take() -> None:
 
 
 def test_the_tensors_of_a_unit_are_copied_at_once() -> None:
-    """They lie one behind the other, as masters do: what a copy takes at least is paid once."""
+    """They are one behind the other, as masters are: what a copy takes at least is paid once."""
     with simulator.device("rtx4090", link_gbps=1.0, copy_latency_s=1e-3, launch_s=0.0):
         found = replay.predict(step(1, 1e-6), units(1, SIZE, SIZE, SIZE), [8 * SIZE], rounds=1)
     assert found["predicted_step_s"] == pytest.approx(1e-3 + 3 * SIZE / 1e9, rel=0.02)

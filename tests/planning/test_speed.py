@@ -1,4 +1,4 @@
-"""The time of a planned step, beside the engine's own step in virtual time."""
+"""The time of a planned step, compared with the engine's own step in virtual time."""
 
 from __future__ import annotations
 
@@ -339,7 +339,7 @@ def test_a_time_that_is_unknown_says_why() -> None:
 
 
 def test_what_a_full_training_takes_and_moves() -> None:
-    """Of four layers by hand; what lies on the host is another training's, of many bytes."""
+    """Of four layers by hand; what is on the host is another training's, of many bytes."""
     step, fit = by_hand(1e9, 1e9)
     recipe = replace(fit.storage.recipe, train="full")
     full = replace(fit, storage=replace(fit.storage, recipe=recipe))

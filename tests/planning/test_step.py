@@ -24,7 +24,7 @@ ROWS = 4
 
 
 def stepped(model: nn.Module, **options: Any) -> Step:
-    """The step of a plan; where the weights lie is no matter of it."""
+    """The step of a plan; where the weights are does not matter to it."""
     model.eval()
     given: dict[str, Any] = dict(card=24, ram="64GB", rank=2)
     step = oracle_offload.plan(model, **{**given, **options}).step
@@ -193,7 +193,7 @@ def test_a_checkpointed_block_is_used_twice_more(reentrant: bool) -> None:
     assert uses(step) == [*forward, ("head", BACKWARD), *again]
     assert len(step.stages) == 5, "forward, backward of the head, and of each block"
     full = stepped(Blocks(), train="full", **given)
-    assert uses(full)[-1] == ("blocks.0", RECOMPUTE), "nobody wants the gradient of the input"
+    assert uses(full)[-1] == ("blocks.0", RECOMPUTE), "the gradient of the input is not needed"
     assert step.used() == ({0, 1, 2, 3}, {0, 1, 2, 3})
 
 
@@ -275,7 +275,7 @@ def test_the_plan_has_the_defaults_of_what_it_plans() -> None:
 
 
 class Silent(Blocks):
-    """Nobody can ask it that its input wants a gradient."""
+    """It has no method that makes its input require a gradient."""
 
     enable_input_require_grads: Any = None
 

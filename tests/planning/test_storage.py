@@ -1,4 +1,4 @@
-"""Persistent bytes, beside the storages of the real thing; units and X_min, beside an attach."""
+"""Persistent bytes against the storages of a real training; units and X_min against an attach."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ plan = functools.partial(oracle_offload.plan, measure=False)
 
 
 def storages(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory that tensors lie in, each once; of what wraps others, of these."""
+    """Bytes of the memory that tensors are in, each once; of what wraps others, of these."""
     found: dict[int, int] = {}
 
     def add(tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Plans beside recordings of the trainings that they plan, made on the simulated device."""
+"""Plans compared with recordings of the trainings that they plan, on the simulated device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from oracle_offload.planning.speed import Speed
 from oracle_offload.planning.verify import Row, Verification
 
 GOLDEN = Path(__file__).parents[1] / "data" / "plan"
-# Set to write the golden files anew; then read the difference before committing it.
+# Set to write the golden files again; then read the difference before committing it.
 UPDATE = os.environ.get("ORACLE_OFFLOAD_UPDATE_GOLDEN") == "1"
 RATES = dict(link_gbps=0.02, memory_gbps=25.0, tflops=0.008, launch_s=12e-6)
 ENGINE = (
@@ -63,7 +63,7 @@ def recorded(
 
 
 def llama() -> tuple[Any, Any]:
-    """A Llama whose weights count beside the floor of an arena."""
+    """A Llama whose weights are not negligible next to the floor of an arena."""
     kind, config = architectures.class_and_config("llama")
     config.update(dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4))
     return kind, config
@@ -240,7 +240,7 @@ def test_a_full_training_sends_its_gradients_to_the_host(number: int, sim: Any) 
     )
 
     def step() -> Any:
-        """Leave the backward of the last micro-batch to whoever records."""
+        """Leave the backward of the last micro-batch to the code that records."""
         for _ in range(number - 1):
             net(torch.ones(2, 64)).sum().backward()
         return net(torch.ones(2, 64)).sum()
