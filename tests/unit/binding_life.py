@@ -22,7 +22,7 @@ ARENA_BYTES = 64 * KIB  # three of six units
 
 
 class Life:
-    """An engine on the simulated driver, one model of six units, and the memory they lie in."""
+    """An engine on the simulated driver, one model of six units, and the memory they are in."""
 
     def __init__(self) -> None:
         self.engine = _core.Engine(LIBRARY, 0)
@@ -102,14 +102,14 @@ class Life:
         assert engine.pace(self.model)[0]
 
     def expect(self, times: int) -> None:
-        """What an earlier run has learned, told and heard again."""
+        """Pass what an earlier run has learned, and read it again."""
         unit, other = list(self.units)[:2]
         self.engine.expect_pace([(unit, 1000), (other, 2000)], 10**9)
         self.engine.expect([(unit, _core.FORWARD), (other, _core.FORWARD)] * times)
         assert len(self.engine.visits(self.model)) == 4 * times
 
     def lend(self) -> None:
-        """Slot memory that outlasts its use, masters where they lie, and memory for both."""
+        """Slot memory that outlasts its use, masters read in place, and memory for both."""
         member, [(_, nbytes, offset), *_] = next(iter(self.tensors.items()))
         ticket, *_ = self.engine.acquire(member, self.stream, self.stamp, _core.FORWARD, -1, 1e-6)
         kept = self.engine.keep(member, self.stream, offset, nbytes, 2, 0)

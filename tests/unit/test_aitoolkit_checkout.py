@@ -406,7 +406,7 @@ def test_the_codes_of_a_run_are_those_that_it_was_given(
 
 
 def test_a_backup_beside_an_original_is_no_part_of_the_patch(toolkit: Path) -> None:
-    """`git checkout` brings an original back and leaves what was kept beside it."""
+    """`git checkout` brings an original back and leaves what was saved next to it."""
     expected = checkout.patch(toolkit)
     for file in checkout.read(toolkit):
         file.backup.write_bytes(b"of another day\n")

@@ -39,7 +39,7 @@ class Card:
         self.reserved = self.peak = self.failures = self.spilt = 0
 
     def step(self, row, arena):
-        """Run a step beside an arena of that size; return whether it got what it asked for."""
+        """Run a step with an arena of that size; return whether it got what it asked for."""
         room = self.total - row["others_bytes"]
         wanted = row["peak_bytes"] + arena
         if wanted > room:
@@ -108,7 +108,7 @@ def test_nothing_spills_where_another_process_takes_more_and_more():
 
 
 def test_what_is_spilt_is_no_room():
-    """Torch holds more than the device has: the rest lies in shared memory."""
+    """Torch holds more than the device has: the rest is in shared memory."""
     spilt = Reading(100 << 20, 0, 120 << 20, 120 << 20, 0)
     assert spilt.cap_bytes == 100 << 20
     change = AutoBudget().after_step(spilt, 50 << 20, FLOOR, MOST, GRAIN)

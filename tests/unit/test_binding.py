@@ -539,7 +539,7 @@ def test_an_acquire_that_waits_lets_other_threads_run() -> None:
 def test_an_engine_that_dies_while_an_error_is_raised_leaves_the_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the driver refused is told apart; the error that was on its way goes on."""
+    """What the driver refused is reported separately; the error that was raised before goes on."""
     told: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda what: told.append(what.exc_value))
 

@@ -77,7 +77,7 @@ def test_a_module_without_memory_for_what_it_holds_is_none_and_keeps_nothing() -
     spec = importlib.util.find_spec("oracle_offload._core")
     gc.collect()
     before = [sys.getrefcount(what) for what in KEPT]
-    gc.disable()  # a collection that has no memory says so, to nobody
+    gc.disable()  # a collection that has no memory prints so, and no code can catch it
     try:
         for nth in range(5000):
             module = _imp.create_dynamic(spec)

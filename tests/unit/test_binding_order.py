@@ -32,7 +32,7 @@ def test_an_acquire_declares_that_every_tensor_of_the_member_is_read(tensor: int
     assert driver.cuStreamCreateWithPriority(ctypes.byref(other), 1, 0) == 0
     assert other.value
     _, nbytes, offset = life.tensors[member][tensor]
-    # One byte in the middle, by nobody's order: whoever reads it races.
+    # One byte in the middle, ordered by nothing: any read of it races.
     simulator.launch(other.value, writes=[(address + offset + nbytes // 2, 1)])
     assert len(simulator.reports("race: write-after-read")) == 1, simulator.reports()
     simulator.clear_reports()
@@ -222,7 +222,7 @@ def test_a_release_tells_of_copies_over_what_copy_threads_may_be_bringing(refuse
             fetched = engine.release(ticket, stream)
         struck += refused and simulator.call_count("cuCtxPushCurrent") - asked >= 2
         stamp(fetched)
-        assert resident() - before <= set(fetched or ()), "copied, and told nobody"
+        assert resident() - before <= set(fetched or ()), "copied, and not reported"
         driven_out += len(fed - resident())
         fed = (fed | set(fetched or ())) & resident()
     # Where the machine is slow, the threads are done before: then the release itself drives out.

@@ -1,4 +1,4 @@
-"""Whole tensors through the codec from Python: the same bits, and damage is told."""
+"""Whole tensors through the codec from Python: the same bits, and damage is an error."""
 
 from __future__ import annotations
 

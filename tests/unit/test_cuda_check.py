@@ -108,7 +108,7 @@ def test_a_part_that_lacks_something_says_what_and_fails_only_who_names_it(
 
 
 def test_every_test_file_that_a_part_names_is_there() -> None:
-    """And no name is used twice: what a part says lies in a file of its name."""
+    """And no name is used twice: what a part says is in a file of its name."""
     named = [word for part in (*cuda_check.PARTS, *cuda_check.CORE) for word in part.command]
     paths = {word for word in named if word.startswith("tests/") and "," not in word}
     assert paths

@@ -1,6 +1,6 @@
 """What each check finds at the limits that it knows, on machines of a few files, word for word.
 
-The verdicts stand here, the words and figures in tests/data/systems/findings.json. After a
+The verdicts are written here, the words and figures in tests/data/systems/findings.json. After a
 deliberate change rewrite them with OO_REWRITE_GOLDEN=1, and read the difference.
 """
 
@@ -59,7 +59,7 @@ V2 = {
 
 
 def machine(root: Path, files: dict[str, str], **options: object) -> System:
-    """Return a Linux machine of a few files, without a card, whose torch nobody asked."""
+    """Return a Linux machine of a few files, without a card, whose torch was not asked."""
     for name, text in {"proc/meminfo": meminfo(), **V2, **files}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         if text:

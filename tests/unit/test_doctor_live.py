@@ -494,7 +494,7 @@ def test_a_child_killed_by_its_control_group_is_recognised() -> None:
             _, _, before = ask()
             assert before["limit_bytes"] == limit
             assert read_memory_limit(pid=witness.pid).limit_bytes == limit
-            # Bounded: it stops at 512 MiB should nobody stop it.
+            # Bounded: it stops at 512 MiB if nothing else stops it.
             greedy = run([sys.executable, "-c", join + f"held = bytearray(b'x') * {512 << 20}"])
             assert greedy.returncode == -signal.SIGKILL
             verdict, value, after = ask()

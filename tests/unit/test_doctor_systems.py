@@ -288,7 +288,7 @@ def machine(name: str, root: Path, **replaced: str) -> System:
 
 
 def machine_at(name: str, root: Path, recorded: str | None = None) -> System:
-    """Return the recorded machine `name` whose files already stand at `root`."""
+    """Return the recorded machine `name` whose files are already at `root`."""
     answers = json.loads(recorded or sections(name)["answers.json"])
     gpus = dict(answers["gpus"])
     cards = []
@@ -538,7 +538,7 @@ def test_no_content_of_any_file_makes_a_check_fail(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("number", ["9" * 5000, "²", "٣", "-1", "0x10", "1_0", "1.5"])
 def test_what_looks_like_a_number_and_is_none_or_huge(tmp_path: Path, number: str) -> None:
-    """In every place of every file where a number stands."""
+    """In every place of every file that holds a number."""
     for name in ("no_swap", "docker_v1", "docker_v2"):
         for path, text in sections(name).items():
             if path == ANSWERS or not re.search(r"\d", text):

@@ -11,7 +11,7 @@ import pytest
 from oracle_offload import DriverError, OffloadError, _core
 
 # A driver library small enough to be broken in one place at a time. It answers every symbol with a
-# call that succeeds, unless told otherwise by a macro.
+# call that succeeds, unless a macro says otherwise.
 SOURCE = r"""
 #include <stdint.h>
 #include <string.h>

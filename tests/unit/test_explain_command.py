@@ -304,7 +304,7 @@ class Following:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # Whoever runs the tests in the background lets them, and so this child, ignore SIGINT.
+            # Tests that run in the background ignore SIGINT, and so would this child.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 

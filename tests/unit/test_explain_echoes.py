@@ -40,7 +40,7 @@ def test_a_quote_ends_with_its_line_or_with_the_text() -> None:
 def test_an_endless_line_is_looked_at_near_the_number_only() -> None:
     text = "x" * 5000 + "NUMBER" + "y" * 5000
     found = quote(text, 5000, 6, 2000, 2000)
-    # What lies further away than a line may reach is not part of it.
+    # What is further away than a line may reach is not part of it.
     assert found == "x" * LINE_REACH + "NUMBER" + "y" * LINE_REACH
 
 

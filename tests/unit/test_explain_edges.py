@@ -1,6 +1,6 @@
 """What is said at the edge of every rule, byte for byte, and of each recorded message as a whole.
 
-The causes stand here, the words, fixes and gains in tests/data/oom/golden/told.json. After a
+The causes are written here, the words, fixes and gains in tests/data/oom/golden/told.json. After a
 deliberate change rewrite them with ORACLE_OFFLOAD_UPDATE_GOLDEN=1, and read the difference.
 """
 
@@ -48,7 +48,7 @@ def told(text: str, **kwargs: Any) -> dict[str, Any]:
 
 
 def assert_told(case: str, found: dict[str, Any]) -> None:
-    """What was told is what the golden file holds for the case."""
+    """What was said is what the golden file holds for the case."""
     golden = json.loads(TOLD.read_text(encoding="utf-8")) if TOLD.exists() else {}
     if UPDATE:
         golden[case] = found
@@ -87,7 +87,7 @@ def card(**figures: int | str) -> str:
     ).format(**known)
 
 
-ROOM = GiB + GiB // 20 + 64 * MiB  # what the driver may keep for itself beside a GiB asked for
+ROOM = GiB + GiB // 20 + 64 * MiB  # what the driver may take for a GiB that is asked for
 SMALL = 20 * MiB
 CARDS: list[tuple[str, dict[str, int], str, str]] = [
     ("full", {}, "too_big", "high"),
@@ -243,7 +243,7 @@ def test_memory_that_nobody_is_named_for_is_somebody_elses_where_it_is_much(
     assert_told(f"unnamed: {case}", told(text))
 
 
-# -- what stands before a message -----------------------------------------------------------------
+# -- what comes before a message ------------------------------------------------------------------
 
 TRACE = "Traceback (most recent call last):\n"
 STEP = TRACE + '  File "t.py", line 9, in train\n    optimizer.step()\n'
@@ -597,6 +597,6 @@ def test_a_tensor_larger_than_the_machine_is_told_so_and_not_to_use_fewer_worker
     assert larger.cause.name == "one_tensor" and larger.cause.confidence == "high"
     assert "exceeds your RAM" in str(larger) and "32.00 GiB of RAM" in str(larger)
     assert "workers" not in str(larger)
-    for ram in (40 << 30, None):  # it would fit; or nobody knows
+    for ram in (40 << 30, None):  # it would fit; or it is not known
         fits = explain(text, None, None, ram=ram)
         assert fits.cause.name == "host_memory" and "fewer data workers" in str(fits)

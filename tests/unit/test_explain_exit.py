@@ -1,4 +1,4 @@
-"""How a child ended, told from its status, its log and the counter of its control group."""
+"""How a child ended, found from its status, its log and the counter of its control group."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_the_hook_works_in_threads_and_leaves_other_errors_alone() -> None:
 
 def test_uninstalling_puts_back_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
     def mine(*args: object) -> None:
-        """Stand for the hook of a framework."""
+        """Act as the hook of a framework."""
 
     monkeypatch.setattr(sys, "excepthook", mine)
     hooks.install()
@@ -186,10 +186,10 @@ def test_threads_get_back_their_hook_unless_somebody_replaced_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def mine(*args: object) -> None:
-        """Stand for the hook of a framework."""
+        """Act as the hook of a framework."""
 
     def later(*args: object) -> None:
-        """Stand for one that came after ours."""
+        """Act as one that came after ours."""
 
     monkeypatch.setattr(threading, "excepthook", mine)
     monkeypatch.setattr(sys, "excepthook", mine)
@@ -303,7 +303,7 @@ def test_a_hook_that_is_left_behind_does_what_python_does(
     hooks._thread_excepthook(threading.ExceptHookArgs((type(error), error, None, None)))
     assert "What to change first" in capsys.readouterr().err
     monkeypatch.setattr(sys, "excepthook", hooks._excepthook)
-    hooks.uninstall()  # it was never installed, so nobody knows what was there
+    hooks.uninstall()  # it was never installed, so what was there is not known
     assert sys.excepthook is hooks._excepthook
 
 

@@ -1,4 +1,4 @@
-"""The parser against what nobody foresaw: it never raises, never invents, never slows down."""
+"""The parser against unforeseen texts: it never raises, never invents, never slows down."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_size_that_further_digits_touch_is_not_read(
 
 
 def assert_invents_nothing(text: str, report: OomReport) -> None:
-    """Every number must stand in the text, or be a sum of numbers that do."""
+    """Every number must be in the text, or be a sum of numbers that are."""
     joined = unwrap(text)
     sizes = {parse_size(found) for found in re.findall(SIZE, joined)}
     sizes |= {int(found) for found in re.findall(r"(?<!\d)\d{1,20}(?!\d)", joined)}
@@ -220,7 +220,7 @@ def processor_time(work: Callable[[], object]) -> float:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_megabyte_of_log_costs_hardly_more_than_to_find_its_words(name: str) -> None:
-    """The measure is taken beside it: a slow or busy machine is slow at both."""
+    """Both are measured in turn: a slow or busy machine is slow at both."""
     plain, text = (
         (line * (MEGABYTE // len(line) + 1))[:MEGABYTE] for line in (LOG_LINE, HOSTILE[name])
     )
@@ -255,7 +255,7 @@ def test_importing_explain_costs_little_and_loads_nothing_of_others() -> None:
 
 
 class OutOfMemoryError(RuntimeError):
-    """Stands for torch.OutOfMemoryError where torch is absent."""
+    """Replaces torch.OutOfMemoryError where torch is absent."""
 
 
 def test_is_oom_goes_by_class_by_text_and_by_chain() -> None:

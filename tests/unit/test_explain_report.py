@@ -28,7 +28,7 @@ SHOWN = [
     "cuda-err-pin-thread", "kernel-memcg-limit", "shm-mmap", "deepspeed-minus-9", "leak-in-log",
     "phase-first-backward", "cpu-1pib", "cublas-create",
 ]  # fmt: skip
-# Set to write the golden files anew; then read the difference before committing it.
+# Set to write the golden files again; then read the difference before committing it.
 UPDATE = os.environ.get("ORACLE_OFFLOAD_UPDATE_GOLDEN") == "1"
 
 
@@ -133,7 +133,7 @@ def test_each_fact_points_to_the_line_it_came_from() -> None:
 
 
 def test_a_quote_holds_the_number_it_is_given_for() -> None:
-    # The same digits stand three times, once in a colour code and once across a line break.
+    # The same digits are there three times, once in a colour code and once across a line break.
     text = (
         "\x1b[20mCUDA out of memory. Tried to allocate 20.00 GiB (GPU 0; 40.00 GiB total capacity; "
         "20.00 GiB already\nallocated; 1.00 GiB free; 20.00\nGiB reserved in total by PyTorch)\n"

@@ -1,4 +1,4 @@
-"""The code of docs/from-disk.md, run as it stands on the simulated device."""
+"""The code of docs/from-disk.md, run unchanged on the simulated device."""
 
 from __future__ import annotations
 

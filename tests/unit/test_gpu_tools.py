@@ -290,7 +290,7 @@ def test_killed_at_any_time_it_leaves_a_valid_file_with_what_was_done(tmp_path: 
         for name in MEASURED:
             assert {"seconds", "state", "rows"} <= set(report[name])
             states.add(report[name]["state"])
-            # What was told to have ended is in the file as it ended.
+            # What was said to have ended is in the file as it ended.
             for line in said.splitlines():
                 if line.startswith(f"== {name}: ") and "at most" not in line:
                     assert report[name]["state"] == line.split(": ")[1].split(" ")[0], line
@@ -549,8 +549,8 @@ def test_the_whole_rehearsal_on_the_simulator(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert report["simulated"] is True and report["device"] == "simulated h200"
     assert report["commit"] == "abc123"
-    # Beside other work the clock says little; what the processors did, two parts at a time, says
-    # how long it takes alone.
+    # While other work runs the clock says little; what the processors did, two parts at a time,
+    # says how long it takes alone.
     assert min(report["elapsed_s"], report["processor_s"] / 2) < 90
     assert len(report["conformance"]["rows"]) > 10
     rows = [*report["step"]["rows"], *report["unet"]["rows"]]
@@ -638,7 +638,7 @@ def test_a_prediction_has_the_rates_of_this_card_and_of_no_step(
 
 
 class OnceBroken:
-    """Raises at its first call, and is what it stands for from then on."""
+    """Raises at its first call, and from then on calls what it replaces."""
 
     def __init__(self, real: Callable[..., Any]) -> None:
         self.real, self.calls = real, 0
@@ -808,7 +808,7 @@ def has_ended(count: int) -> Callable[[dict[str, Any]], bool]:
 
 
 class RealLease:
-    """tools/lease.sh as whoever has a card calls it, again and again over the same results."""
+    """tools/lease.sh as users with a card call it, again and again over the same results."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()

@@ -147,7 +147,7 @@ def test_on_this_machine(tmp_path: Path) -> None:
     assert os.sysconf("SC_PAGE_SIZE") == mmap.PAGESIZE
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="stands in for Windows")
+@pytest.mark.skipif(sys.platform == "win32", reason="imitates Windows")
 def test_windows_is_asked_for_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def answer(status: Any) -> int:
         assert status._obj.length == ctypes.sizeof(status._obj) == 64

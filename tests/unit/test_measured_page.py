@@ -1,6 +1,6 @@
 """docs/measured.md: each figure is a filed row; a wrong prediction names what was false.
 
-The cells that the simulator has, too, stand in docs/performance.md beside what it predicted.
+The cells that the simulator has, too, are in docs/performance.md next to what it predicted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The code of docs/numbers.md, run as it stands on the simulated device."""
+"""The code of docs/numbers.md, run unchanged on the simulated device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies on disk is used only where nobody but this user could have written it."""
+"""What is on disk is used only where no other user could have written it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def give_away(path: Path) -> None:
 
 
 def link(path: Path) -> None:
-    """Let a link to a file of this user's stand in a file's place."""
+    """Replace a file with a link to another file of this user."""
     other = path.with_name(f"{path.name}-elsewhere")
     path.rename(other)
     path.symlink_to(other)
@@ -168,7 +168,7 @@ def test_a_file_that_replaces_another_is_not_written_through_a_link(tmp_path: Pa
 
 
 def test_what_was_looked_at_is_what_is_read_however_often_it_is_exchanged(tmp_path: Path) -> None:
-    """Nobody gets a file read that is exchanged between the look and the reading."""
+    """A file that is exchanged between the look and the reading is never read."""
     path, good, bad = tmp_path / "file", tmp_path / "good", tmp_path / "bad"
     end = threading.Event()
 

@@ -1,7 +1,7 @@
-"""The colours of pages and pictures: enough contrast to be read, and to be told apart.
+"""The colours of pages and pictures: enough contrast to be read, and to be distinguished.
 
 The contrast is that of WCAG 2.2: 4.5 to the background for text, and here for marks as well; 3
-between what lies side by side.
+between what is side by side.
 """
 
 from __future__ import annotations

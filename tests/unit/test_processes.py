@@ -86,7 +86,7 @@ def test_hosts_boots_and_namespaces_have_names_of_their_own(
 
 
 class Call:
-    """A function of the Windows API that answers what it is told."""
+    """A function of the Windows API that returns a given answer."""
 
     def __init__(self, answer: int) -> None:
         self.answer, self.calls = answer, list[Any]()

@@ -188,7 +188,7 @@ def test_stalls_are_added_up_for_each_layer() -> None:
 
 
 def stays(*events: Any) -> list[Stay]:
-    """Return what lay in the arena from 1 s to 3 s, between two uses of another unit."""
+    """Return what was in the arena from 1 s to 3 s, between two uses of another unit."""
     uses = [timed("compute", 9, 1.0, 1.5), timed("compute", 9, 2.5, 3.0)]
     return Recording(HEADER, [*events, *uses])._stays("cuda:0", 3)
 

@@ -93,7 +93,7 @@ def test_windows_reserves_without_committing_and_gives_it_back() -> None:
     assert kernel32.calls == [("reserve", None, 1 << 40, 0x2000, 0x01)]
     del owner
     assert kernel32.calls[1:] == [("free", 0x7_0000_0000, 0, 0x8000)]
-    # Where ctypes is not told, it cuts an address to 32 bits.
+    # Without declared types, ctypes cuts an address to 32 bits.
     address = ctypes.c_void_p
     for call in (kernel32.VirtualAlloc, kernel32.VirtualFree):
         assert call.argtypes[:2] == (address, ctypes.c_size_t)

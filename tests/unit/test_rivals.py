@@ -1,4 +1,4 @@
-"""The benchmark beside rivals: what is collected, that rows are independent, equal work."""
+"""The benchmark against rivals: what is collected, that rows are independent, equal work."""
 
 from __future__ import annotations
 

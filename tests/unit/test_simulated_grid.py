@@ -162,7 +162,7 @@ def test_the_best_plan_of_a_zigzag_moves_what_does_not_fit(lead):
 
 
 def test_a_plan_takes_what_its_sweeps_take_on_average():
-    """One of three copies what the two beside it leave out: 15, 10 and 15 of 20 units."""
+    """One of three copies what its two neighbours leave out: 15, 10 and 15 of 20 units."""
     trace = zigzag(20, 1e-3)
     args = trace.unit_bytes, trace.sample, 10 << 20, 1e9, 4 << 20
     moved = [plans.belady(*args, rounds).nbytes for rounds in (plans.ROUNDS, plans.SWEEPS)]
@@ -330,7 +330,7 @@ def test_the_demo_has_the_demo_s_shapes(width):
 
 
 def test_training_finds_back_after_samples(previews):
-    """Where the units are so many that a ring of two is little beside what is missing."""
+    """Where the units are so many that a ring of two is little next to what is missing."""
     of = [row for row in previews if row["cell"][0] not in ("flux2", "sdxl")]
     assert len(of) == 24
     for row in of:

@@ -109,6 +109,6 @@ def test_every_page_that_code_or_a_message_names_is_in_a_clone() -> None:
 
 
 def test_a_page_is_read_without_what_only_the_site_understands() -> None:
-    """On a page as it lies in the repository no directive of Sphinx is text."""
+    """On a page as it is in the repository no directive of Sphinx is text."""
     for page in READ:
         assert not re.search(r"^(```|:::) *\{|^\.\. |\{\w+\}`", page.read_text("utf-8"), re.M), page

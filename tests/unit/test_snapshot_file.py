@@ -126,7 +126,7 @@ def test_each_byte_is_someone_s_and_the_sums_are_torch_s(tmp_path: Path) -> None
     assert (found["cached_bytes"], found["largest_cached_bytes"]) == (14 * MIB, 8 * MIB)
     assert found["reserved_bytes"] == 196 * MIB + 14 * MIB + 9 * MIB
     assert (found["asked_bytes"], found["free_bytes"]) == (12 * MIB, 3 * MIB)
-    assert found["peak_bytes"] is None, "without a history nobody knows"
+    assert found["peak_bytes"] is None, "without a history it is not known"
     assert [row["who"] for row in found["arena"]] == ["Net: blocks.0.up", "Net: blocks.0.down"]
 
 
@@ -432,7 +432,7 @@ def test_all_that_is_told_of_a_snapshot_without_ours() -> None:
     """Of two failures the last one counts; a block that was freed before the history is unknown."""
     trace = [
         event("oom", 0, 7 * MIB, device_free=9 * MIB),
-        event("alloc", 1 << 50, 3 * MIB, frames=[LINEAR]),  # and where it went nobody knows
+        event("alloc", 1 << 50, 3 * MIB, frames=[LINEAR]),  # and where it went is not known
         event("alloc", 0, 2 * MIB, frames=[TRAIN]),
         event("free_completed", 8 * MIB, 2 * MIB),
         event("oom", 0, 6 * MIB, device_free=MIB),
@@ -548,7 +548,7 @@ def test_the_largest_file_is_read_and_what_the_system_refuses_is_its_own_error(
         read_snapshot(path)
     with pytest.raises(FileNotFoundError):
         read_snapshot(tmp_path / "missing")
-    memory = Path("/proc/self/mem")  # nothing lies at its beginning
+    memory = Path("/proc/self/mem")  # nothing is at its beginning
     if memory.exists():
         with pytest.raises(OSError, match="Input/output error"):
             read_snapshot(memory)

@@ -144,7 +144,7 @@ def test_the_whole_table() -> None:
     head = [RULE, (TITLE, ""), RULE]
     parts = [*head, *BASE, *COUNTERS, THIN, *OF_MODEL, *COUNTED, THIN, *optimizer]
     found = rows(report)
-    # Below stand the words that are explained, whichever they are.
+    # Below are the words that are explained, whichever they are.
     assert found[: len(parts)] == parts and found[-1] == RULE
     assert repr(report) == str(report)
     two = str(MemoryReport([DEVICE, replace(DEVICE, device="cuda:0")]))

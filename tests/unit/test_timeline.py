@@ -93,7 +93,7 @@ def titles(text: str) -> list[str]:
 
 
 def test_every_row_is_a_box_at_its_time_in_the_lane_of_its_kind() -> None:
-    # 10 ms on 1000: 100 to the millisecond. Names of blocks stand above the lanes.
+    # 10 ms on 1000: 100 to the millisecond. Names of blocks are above the lanes.
     text = timeline_svg(ROWS, "a <step>", stays=STAYS)
     assert boxes(text) == [
         (COMPUTE, 100, 117, 100, 28),
@@ -343,7 +343,7 @@ def test_a_block_is_marked_once_where_it_begins_and_named_where_there_is_room() 
     assert names_of_blocks(timeline_svg(late, "")) == [first, second], "no room to the right"
     near = [*rows[:1], row("compute", 0.1, 0.2, 0, "b.1"), *rows[1:]]
     text = timeline_svg(near, "")
-    assert names_of_blocks(text)[:2] == [first, second], "it would lie on the one before"
+    assert names_of_blocks(text)[:2] == [first, second], "it would overlap the one before"
     assert marks(text)[:2] == [0, 100], "but there is room for its line"
 
 

@@ -1,4 +1,4 @@
-"""The code of docs/with-other-libraries.md, run as it stands, next to the same without attach."""
+"""The code of docs/with-other-libraries.md, run unchanged, next to the same without attach."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_every_library_promised_has_its_section() -> None:
 
 
 def test_ddp_takes_mixed_devices_only_where_the_frozen_ones_are_ignored(tmp_path: Path) -> None:
-    """What the page does for DDP; "meta" stands for the other device."""
+    """What the page does for DDP; "meta" is used as the other device."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", f"file://{tmp_path}/meet", world_size=1, rank=0)
