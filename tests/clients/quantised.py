@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bitsandbytes
 import gguf
+import sides
 import torch
 from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
 from models import compute_device
@@ -21,6 +22,16 @@ MODES = ["plain", "reentrant", "not-reentrant", "autocast"]
 
 def quantised_layers(manager):
     return [layer for layer in manager.layers if isinstance(layer, QuantisedLayer)]
+
+
+def on_device(model):
+    """Move a model. Only a layer's own `to` takes along what bitsandbytes keeps beside a weight."""
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear8bitLt):
+            if module.weight.CB is not None:
+                module.init_8bit_state()
+            module.to(sides.DEVICE)
+    return model.to(sides.DEVICE)
 
 
 def through(blocks, x, mode="plain"):

@@ -10,7 +10,7 @@ import sides
 import torch
 from equality import Recorder, assert_models_agree, assert_same, attached
 from optimum import quanto
-from quantised import FORMATS, MODES, model_of, quantised_layers, step_of
+from quantised import FORMATS, MODES, model_of, on_device, quantised_layers, step_of
 from torch import nn
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -24,7 +24,7 @@ def test_a_quantised_model_trains_its_adapters_to_the_residents_bits(name, mode,
     x = torch.randn(2, 5, 64).to(DTYPES[dtype])
     with attached(managed) as manager:
         assert len(quantised_layers(manager)) == 6, manager.resident
-        assert_models_agree(managed, resident, step_of(x, mode))
+        assert_models_agree(managed, on_device(resident), step_of(x, mode))
         assert manager.attachment.traffic.runs_again == 0
 
 
@@ -89,7 +89,7 @@ def gradient_of(layer, x, dtype):
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_gradient_of_an_input_of_any_geometry(name, geometry, dtype):
     managed, resident = (model_of(name, DTYPES[dtype], depth=1) for _ in range(2))
-    resident.to(sides.DEVICE)
+    on_device(resident)
     x = INPUTS[geometry]()
     with attached(managed) as manager:
         found = gradient_of(managed[0].up.base, x, DTYPES[dtype])

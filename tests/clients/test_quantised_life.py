@@ -11,7 +11,7 @@ import sides
 import torch
 from equality import assert_models_agree, assert_same, attached
 from models import compute_device
-from quantised import FORMATS, model_of, quantised_layers, step_of, through
+from quantised import FORMATS, model_of, on_device, quantised_layers, step_of, through
 from torch import nn
 from torchao import quantization as ao
 
@@ -29,7 +29,7 @@ IN_QUANTO = [name for name in FORMATS if name.startswith("quanto")]
 
 def pair(name):
     managed, resident = (model_of(name, torch.bfloat16) for _ in range(2))
-    return managed, resident.to(sides.DEVICE)
+    return managed, on_device(resident)
 
 
 def infer(model):
