@@ -1,4 +1,4 @@
-"""torchao 0.10, beside the one that is installed: for a process of its own."""
+"""torchao 0.10, next to the one that is installed: for a process of its own."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def kills(folder):
 
 
 def cycles(folder, kills="10"):
-    """Kill a managed training so many times, and compare its end with one that nobody killed."""
+    """Kill a managed training so many times, and compare its end with one that ran through."""
     kill_at = [
         (step, ("forward", "backward")[step % 2]) for step in (5, 8, 2, 3, 9, 12, 14, 17, 19, 23)
     ]

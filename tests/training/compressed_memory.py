@@ -73,7 +73,7 @@ def measure(kind, depth):
 
 
 def check(kind, depth):
-    """Assert that locked memory falls, and that no copy of the weights stays beside it.
+    """Assert that locked memory falls, and that no copy of the weights stays elsewhere.
 
     Return what is locked, as share of the weights.
     """
@@ -92,7 +92,7 @@ def check(kind, depth):
     print(kind, found)
     assert found["coded"] == depth
     assert 0.5 * total < found["locked_bytes"] <= MOST[kind] * total
-    # What is anonymous beside the coded weights: the simulated device's memory.
+    # Anonymous memory other than the coded weights: the simulated device's.
     most = found["before_bytes"] - (1 - MOST[kind]) * total + found["device_bytes"] + SLACK_BYTES
     assert found["attached_bytes"] <= most
     assert found["read_bytes"] <= most, "reading brings a copy"

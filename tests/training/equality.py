@@ -26,7 +26,7 @@ def is_simulated(device: str) -> bool:
 
 
 class Recorder:
-    """Stands before an engine and keeps what it answered; everything else passes through."""
+    """Wraps an engine and keeps what it answered; everything else passes through."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

@@ -311,7 +311,7 @@ def _autocast(operator: Any, cast: Callable[[Any], Any], *args: Any, **kwargs: A
 def _clone_storage(
     storage: torch.UntypedStorage, clone: Callable[[Any], Any] = torch.UntypedStorage.clone
 ) -> torch.UntypedStorage:
-    """Stand for ``UntypedStorage.clone``, for which torch has no memory of this type."""
+    """Replace ``UntypedStorage.clone``, for which torch has no memory of this type."""
     if storage.device.type != NAME:
         cloned: torch.UntypedStorage = clone(storage)
         return cloned
@@ -319,7 +319,7 @@ def _clone_storage(
 
 
 def _forget_casts(clear: Callable[[], None] = torch.clear_autocast_cache) -> None:
-    """Stand for ``torch.clear_autocast_cache``, which ends an outermost region."""
+    """Replace ``torch.clear_autocast_cache``, which ends an outermost region."""
     _casts.clear()
     clear()
 

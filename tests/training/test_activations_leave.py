@@ -389,7 +389,7 @@ class Writes(nn.Module):
 def test_a_write_in_place_raises_as_it_does_without(device, least):
     model = Writes(least).to(device)
     # So small a budget has the stream wait for the copy at once. Else the write races with it, and
-    # nobody would see that: backward refuses the bytes.
+    # the test would not see that: backward refuses the bytes.
     with offload_activations(model, least, device_budget=1) as offload:
         z = model(batch(device)).sum()
         assert (offload.counts.left > 0) == (least == LEAST)
@@ -412,7 +412,7 @@ class WritesUnseen(nn.Module):
 
 
 def test_a_write_through_data_is_seen_by_nobody(device):
-    """What has left has the first save's bytes, as the page says: nobody looks at the bytes."""
+    """What has left has the first save's bytes, as the page says: no code compares the bytes."""
     model, found = WritesUnseen(), []
     for offload in (False, True):
         w = torch.ones(ROWS, WIDTH, device=device, requires_grad=True)
@@ -427,7 +427,7 @@ def test_a_write_through_data_is_seen_by_nobody(device):
 
 
 class Breaks(nn.Module):
-    """Raises where it is told to, once."""
+    """Raises once, in the pass that `where` names."""
 
     def __init__(self):
         super().__init__()
@@ -756,7 +756,7 @@ def test_a_second_offloader_is_refused_by_name(device):
         ):
             model(x)
 
-    # The inner model was told first: the one outside finds it; here it is told last.
+    # Above, the inner model was first, and the call for the outer found it; here it is last.
     outer = nn.Sequential(model)
     with (
         offload_activations(outer, LEAST),

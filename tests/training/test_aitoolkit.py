@@ -420,7 +420,7 @@ def test_adapters_that_mend_a_layer_are_attached_with_it(device):
 
 
 def test_an_adapter_may_begin_to_mend_a_layer_after_attach(device):
-    """It lies on the device as any module; attached by itself it streams, too."""
+    """It is on the device as any module; attached by itself it streams, too."""
     torch.manual_seed(0)
     model = mlp()
     x = torch.randn(2, 64)

@@ -28,7 +28,7 @@ HANDLE = "_layer_memory_manager"
 
 
 class Original:
-    """What `manager.py` of AI-Toolkit keeps of a model, as far as a layer is told of it."""
+    """What `manager.py` of AI-Toolkit keeps of a model, as far as a layer uses it."""
 
     def __init__(self, module, layers, device="cpu"):
         self.module, self.process_device = module, torch.device(device)
@@ -317,7 +317,7 @@ def test_free_copies_what_is_held_and_not_what_is_garbage(monkeypatch):
     monkeypatch.setattr(memory_manager, "trim_heap", lambda: emptied.append("heap"))
     monkeypatch.setattr(Tensor, "clone", lambda t, **k: copied.append(t.shape) or clone(t, **k))
     MemoryManager.free(model)
-    assert copied == [held.shape], "what nobody can reach is collected before"
+    assert copied == [held.shape], "what no reference reaches is collected before"
     assert emptied == ["heap"]
     assert_same(held.detach(), values)
     assert model[0].weight.is_meta and not held.is_meta

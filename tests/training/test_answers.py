@@ -27,7 +27,7 @@ class Located(nn.Module):
 
     @property
     def device(self):
-        """Where the first parameter lies."""
+        """Where the first parameter is."""
         return next(self.parameters()).device
 
 
@@ -103,7 +103,7 @@ def test_it_and_its_parts_are_on_the_device_until_detach(device, kind):
             )
             if isinstance(module, Located):
                 assert module.device == manager.device
-        assert model.__class__.device.__doc__ == "Where the first parameter lies."
+        assert model.__class__.device.__doc__ == "Where the first parameter is."
         for _ in range(2):
             model(inputs(device))
         with Witness():

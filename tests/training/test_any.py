@@ -636,7 +636,7 @@ def test_an_activation_that_forward_changes_in_place_is_refused_as_ever(device):
 
 
 class Queries(nn.Module):
-    """Has a Parameter of its own, which methods beside forward begin with."""
+    """Has a Parameter of its own, which forward and other methods begin with."""
 
     def __init__(self):
         super().__init__()
@@ -937,7 +937,7 @@ def test_the_places_of_a_module_are_a_mapping_of_its_masters():
     assert module["two"].bias is found["two.bias"]
     places.put({name: torch.zeros(1) for name in names})
     another = nn.Parameter(torch.ones(3, 2))
-    module["one"]._parameters["weight"] = another  # while device tensors stood there
+    module["one"]._parameters["weight"] = another  # while device tensors were there
     places.restore()
     assert module["one"].weight is another and module["two"].bias is found["two.bias"]
     assert not places.lent
@@ -957,7 +957,7 @@ def test_a_byte_of_a_slot_belongs_to_the_tensor_that_begins_there_or_before():
 
 
 class Wrapper(nn.Module):
-    """As peft's, of one Parameter of what it stands before."""
+    """As peft's wrapper of one Parameter of its base layer."""
 
     def __init__(self, base_layer):
         super().__init__()

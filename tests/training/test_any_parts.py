@@ -1,4 +1,4 @@
-"""The parts of the loan to a module's own forward: turns, notes, and what stands in the places."""
+"""The parts of the loan to a module's own forward: turns, notes, and what is in the places."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_forward_that_is_set_aside_lends_nothing_until_it_goes_on():
             )
             found.append(model(X).detach())  # another micro-batch
             layer.go_on({})
-            found.append(layer.is_lending_here())  # nothing stands there yet
+            found.append(layer.is_lending_here())  # nothing is there yet
             layer.pause()
             layer.go_on(lent)
             found.append((layer.is_lending(), layer.is_lending_here(), module.stack is standing))
@@ -510,7 +510,7 @@ def test_an_error_in_the_hooks_outside_leaves_torchs_own_as_they_were(named, mon
                 model(X.clone().requires_grad_())
             assert not counted
             torch.ones(2, requires_grad=True).square()
-            assert len(counted) == 1, "the pair outside stands there as before"
+            assert len(counted) == 1, "the pair outside is in effect as before"
         torch.ones(2, requires_grad=True).square()
         assert len(counted) == 1
         gc.collect()
@@ -561,7 +561,7 @@ for make in (Looks, lambda: nn.Linear(16, 16)):
         others = {{first: there, second: given}}
         call = lambda: torch.func.functional_call(model, others, (X.to("simgpu"),))
         one, other = seen_by(model[0], call)
-        assert one.data_ptr() == there.data_ptr(), "what lies there is not copied"
+        assert one.data_ptr() == there.data_ptr(), "what is on the device is not copied"
         assert other.device.type == "simgpu"
         assert (other.data_ptr() == given.data_ptr()) is (moved == 0)
         assert sum(traffic.computed_bytes.values()) - before == moved

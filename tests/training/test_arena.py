@@ -116,7 +116,7 @@ def test_the_arena_grows_while_another_thread_computes(pinned):
         assert_models_agree(managed, resident, tower_step)
         assert arena.capacity_bytes > before
         assert engine.stats()["arena_bytes"] == arena.capacity_bytes
-        assert arena.segments[0] is old and len(arena.segments) == 2, "beside the one in use"
+        assert arena.segments[0] is old and len(arena.segments) == 2, "next to the one in use"
         assert sorted(arena.segments, key=lambda s: s.address) == list(state.segments)
         seen = [address for layer in attachment.layers for address in layer.views]
         grown = arena.segments[1]
@@ -190,7 +190,7 @@ def test_growing_takes_the_difference_alone(percent, leaves, monkeypatch):
 
 @pytest.mark.parametrize("percent", [1.0, 0.5, 0.0])
 def test_attach_takes_the_place_that_the_weights_leave(percent, monkeypatch):
-    """A model that is on the device already, and would not fit beside its arena."""
+    """A model that is on the device already, and would not fit next to its arena."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16)))
     weights = list(model.parameters())
     before = sum(tensor.nbytes for tensor in weights)
@@ -256,7 +256,7 @@ def test_weights_that_share_memory_move_back_together(device):
 
 
 def test_what_torch_holds_for_nobody_counts_as_free(sim, monkeypatch):
-    """The arena of a model that was detached lies in torch's cache, and can be had again."""
+    """The arena of a model that was detached is in torch's cache, and can be had again."""
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700 << 20)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100 << 20)
     assert devices.Cuda(torch.device("cuda", 0)).cached_bytes() == 600 << 20

@@ -57,7 +57,7 @@ def test_a_sweep_counts_what_it_needs():
         held, x = manager.attachment, torch.ones(1, 128)
         model[4].register_forward_pre_hook(lambda _, given: given[0].requires_grad_())
         model(x)
-        assert held.x_min_bytes() == 2 * (8 * LAYER - room), "no backward has told yet"
+        assert held.x_min_bytes() == 2 * (8 * LAYER - room), "no backward was seen yet"
         for _ in range(4):
             model(x).sum().backward()
             torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
@@ -87,12 +87,12 @@ def test_of_compressed_weights_those_travel_that_get_smallest(tmp_path, monkeypa
     assert least == 2 * large[1]
 
 
-# ---- what the budget is told, and what follows ----
+# ---- what the budget is given, and what follows ----
 
 
 @pytest.fixture
 def told(monkeypatch):
-    """What budgets were told, in order."""
+    """What budgets were given, in order."""
     rows = []
     after_step = AutoBudget.after_step
 
@@ -149,7 +149,7 @@ def test_a_budget_is_told_what_the_device_has_and_how_many_grow(sim, told, peaks
         assert [(budget.changes, budget.last) for budget in budgets] == [
             (1, Change(size, "a step left room")) for size in sizes
         ]
-        # The second arena has changed since the first budget saw a step: it begins anew.
+        # The second arena has changed since the first budget saw a step: it begins again.
         step(one, other, plain)
         assert [row[0] for row in told[2:]] == [budgets[1]] and budgets[0].window == 0
         for _ in range(20):
@@ -157,7 +157,7 @@ def test_a_budget_is_told_what_the_device_has_and_how_many_grow(sim, told, peaks
             step(one, other, plain)
         assert [arena.capacity_bytes for arena in arenas] == [*most, FLOOR]
         assert [row[0] for row in told] == budgets
-        assert [row[-1] for row in told] == [1, 1], "nobody grows any more"
+        assert [row[-1] for row in told] == [1, 1], "no other arena grows any more"
         begun = len(peaks)
         step(one, other, plain)
         assert len(peaks) == begun, "in the midst of a window nothing begins"
@@ -308,7 +308,7 @@ def test_a_detached_model_whose_arena_another_computes_in_takes_part_in_nothing(
         if any(address in segment for segment in segments):
             break
     else:
-        pytest.fail("nothing lies in the arena of the other model")
+        pytest.fail("nothing is in the arena of the other model")
     first.detach()
     assert "Sequential is detached, but some of its memory could not be given back" in caplog.text
     assert held in state.listeners and not held.is_attached

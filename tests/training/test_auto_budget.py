@@ -27,7 +27,7 @@ from oracle_offload.model import arena as arena_module
 from oracle_offload.model.witness import Witness
 
 RECORDED = Path(__file__).parents[1] / "data" / "allocator"
-SCALES = {"spike": 8, "leak": 2, "spill": 2}  # so small is what lies beside the arena here
+SCALES = {"spike": 8, "leak": 2, "spill": 2}  # what is outside the arena is so small here
 
 
 class Net(nn.Module):
@@ -65,7 +65,7 @@ def train(model, steps, device, each=None, optimizer=None):
 
 
 class Beside:
-    """What lies on the simulated device beside the arena, and what torch counts of it all."""
+    """What is on the simulated device outside the arena, and what torch counts of it all."""
 
     def __init__(self, sim, monkeypatch, kind, scale, total):
         lines = (RECORDED / f"{kind}.jsonl").read_text().splitlines()
@@ -85,7 +85,7 @@ class Beside:
         return 0 if self.manager is None else self.manager.attachment.arena.capacity_bytes
 
     def counted(self):
-        """What torch holds: the arena and what lies beside it at the end of a step."""
+        """What torch holds: the arena and what is outside it at the end of a step."""
         held = self.arena() + self.row["held_bytes"]
         return Counted(held, max(self.peak, held), self.failures, None)
 
@@ -93,7 +93,7 @@ class Beside:
         self.peak = 0
 
     def step(self, number):
-        """The next step begins: what it holds beside the arena takes its place on the device."""
+        """The next step begins: what it holds outside the arena takes its place on the device."""
         self.row = self.rows[number % len(self.rows)]
         self.arenas.append(self.arena())
         wanted = self.row["peak_bytes"] + self.arena()
@@ -129,7 +129,7 @@ def beside(sim, monkeypatch, kind, scale=None, total=12 << 20):
 @pytest.mark.parametrize("kind", ["spike", "leak", "spill"])
 def test_the_bits_of_a_training_stay_the_same(sim, monkeypatch, device, kind, witnessed):
     if not is_simulated(device):
-        pytest.skip("what lies beside the arena is held in the simulated driver")
+        pytest.skip("what is outside the arena is held in the simulated driver")
     torch.manual_seed(0)
     managed, resident = resident_pair(Net())
     expected = train(resident, 24, "cpu")
@@ -324,7 +324,7 @@ def test_a_size_that_is_in_use_is_left_as_it_is(monkeypatch):
                 member = layer
                 break
             engine.release(ticket, manager.state.stream())
-        assert member is not None, "nothing lies in the added segment"
+        assert member is not None, "nothing is in the added segment"
         with pytest.raises(OffloadError):
             arena.resize(arena.floor_bytes)
         assert arena.segments == before
@@ -359,7 +359,7 @@ def test_what_torch_counts_on_a_card(monkeypatch):
     monkeypatch.setattr(devices.Cuda, "_peaks", {})
     card.begin_peak()
     assert begun == [torch.device("cuda", 0)]
-    told["allocated_bytes"]["all"]["peak"] = 400  # it has begun anew
+    told["allocated_bytes"]["all"]["peak"] = 400  # the peak was reset
     other = devices.Cuda(torch.device("cuda", 0))
     assert other.counted().peak_bytes == 400 and other.peak_bytes() == 600
     card.begin_peak()

@@ -1,6 +1,6 @@
 """Autocast casts a float32 leaf once per region: gradients have the resident model's bits.
 
-Block inputs under reentrant checkpointing are such leaves, and feed managed layers beside resident
+Block inputs under reentrant checkpointing are such leaves, and feed managed layers and resident
 ones (norms, adapters, layers named in ignore_modules). See also test_matrix.py.
 """
 

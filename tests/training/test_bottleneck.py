@@ -146,7 +146,7 @@ def test_gradients_on_their_way_to_the_host_are_the_links_doing():
             train(model, 12)
             found = oracle_offload.memory_summary().devices[0].verdict
     assert found.bound == "link" and found.link_s == pytest.approx(12 * 5e-3)
-    # What lies behind backward is not waited for.
+    # What comes after backward is not waited for.
     assert found.stall_s == pytest.approx((1 - found.overlap) * found.link_s)
     assert found.stall_s > found.link_s / 2
 
@@ -164,7 +164,7 @@ def test_the_verdict_waits_for_steps_after_the_warm_up():
             other = nn.Parameter(torch.zeros(1))
             torch.optim.SGD([other], lr=0.1).step()  # after it nothing was used
             assert oracle_offload.memory_summary().devices[0].verdict.steps == 1
-            with attached(Stack(3, 0.0), "cpu"):  # all is learned anew
+            with attached(Stack(3, 0.0), "cpu"):  # all is learned again
                 train(model, 1)
                 found = oracle_offload.memory_summary().devices[0].verdict
                 assert found.bound == "unknown" and "1 so far" in found.why

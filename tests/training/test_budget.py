@@ -100,7 +100,7 @@ def test_it_holds_from_then_on_without_a_block(device):
     with attached(model, device) as manager:
         arena = manager.attachment.arena
         manager.set_budget(vram_budget=4 * LAYER)
-        gc.collect()  # nobody keeps what it returned
+        gc.collect()  # nothing keeps what it returned
         assert manager.budget.vram_budget == 4 * LAYER and arena.capacity_bytes == 4 * LAYER
         manager.set_budget(Budget(offload_percent=1.0))
         assert arena.capacity_bytes == 2 * LAYER
@@ -279,7 +279,7 @@ def test_at_the_end_of_the_block_an_error_goes_on_and_the_arena_follows_later(de
 
 
 def test_an_arena_that_is_in_use_keeps_its_size(device):
-    """What an arena that follows the steps has added lies in a segment of its own."""
+    """What an arena that follows the steps has added is in a segment of its own."""
     model = deep().requires_grad_(False)
     x = torch.ones(2, 256, device=device)
     with attached(model, device, vram_budget="auto") as manager:

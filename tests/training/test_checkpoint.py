@@ -539,7 +539,7 @@ def test_what_is_no_checkpoint_of_this_training_is_refused_and_changes_nothing(t
 
 
 class OtherTensor(torch.Tensor):
-    """A subclass whose author has not told torch that it may be loaded."""
+    """A subclass that torch does not yet know as safe to load."""
 
 
 def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(tmp_path):

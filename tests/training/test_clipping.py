@@ -1,4 +1,4 @@
-"""Clipping of gradients that lie on the host: norms are the device's, summed as a resident's."""
+"""Clipping of gradients that are on the host: norms are the device's, summed as a resident's."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class CountsReads(TorchDispatchMode):
 def test_the_host_reads_known_norms_once(device, how, layers):
     """Not once for each gradient."""
     if device == "cpu":
-        pytest.skip("what the device computes lies where the host's own numbers do")
+        pytest.skip("what the device computes is stored where the host's own numbers are")
     managed = nn.Sequential(*(nn.Linear(32, 32) for _ in range(layers)))
     with attached(managed, device) as manager:
         assert len(manager.layers) == layers
@@ -198,7 +198,7 @@ def test_few_elements_that_code_writes_by_data_count(device, way):
 
 
 def test_compiled_clipping_is_torchs_own(device):
-    """Nothing stands for a gradient there; the host sums."""
+    """Nothing replaces a gradient there; the host sums."""
     models = managed, _ = pair("cpu")
     with attached(managed, device):
         for model in models:

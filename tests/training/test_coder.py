@@ -1,4 +1,4 @@
-"""What codes the weights of a model piece by piece: what it is told, and what it gives back."""
+"""What codes the weights of a model piece by piece: what it is given, and what it gives back."""
 
 from __future__ import annotations
 

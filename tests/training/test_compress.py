@@ -123,7 +123,7 @@ def test_fewer_bytes_cross_the_link():
 
 
 def test_units_of_coded_and_plain_tensors(device):
-    """A bias, and a weight without a pattern, travel as they are beside coded ones."""
+    """A bias, and a weight without a pattern, travel as they are, together with coded ones."""
     torch.manual_seed(0)
     model = build(depth=3)
     noise = torch.randint(-(2**15), 2**15, (WIDTH, WIDTH), dtype=torch.int16)
@@ -258,7 +258,7 @@ def test_reading_finds_what_was_there(tmp_path):
         assert_same(torch.load(tmp_path / "all.pt"), expected)
         one = io.BytesIO()
         torch.save(model[0].weight, one)
-        assert one.tell() < 2 * model[0].weight.nbytes  # not the file that it lies in
+        assert one.tell() < 2 * model[0].weight.nbytes  # not the file that it is in
         save_file(model.state_dict(), tmp_path / "all.safetensors")
         assert_same(load_file(tmp_path / "all.safetensors"), expected)
         oracle_offload.save_weights(model, tmp_path / "own.safetensors")
@@ -805,7 +805,7 @@ def test_written_weights_of_a_checkpoint_are_locked(tmp_path):
 
 
 def shown_files():
-    """Return the files that this process reads where they lie."""
+    """Return the files that this process maps and reads in place."""
     with open("/proc/self/maps") as maps:
         return {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}
 
@@ -890,7 +890,7 @@ def test_a_coded_weight_that_was_replaced_and_is_gone_is_no_more_of_the_masters(
         manager.refresh()
         gc.collect()
         assert pieces.coded_at(starts[0]) is None
-        new = pieces.at(model[0].weight.data_ptr())  # which may lie where the old one lay
+        new = pieces.at(model[0].weight.data_ptr())  # which may be where the old one was
         assert new is not None and pieces.at(starts[0]) in (None, new)
         assert [one.start for one in pieces.coded] == starts[1:]
 
@@ -1275,7 +1275,7 @@ def test_a_device_that_cannot_decode_is_asked_before_anything_is_coded(
             assert manager.attachment.compressed_because.startswith(why)
         with attached(model, "cpu", offload_percent=0.0, **options) as manager:
             why = "all weights have room on the device"
-            assert manager.attachment.compressed_because == why, "nobody asked it to decode"
+            assert manager.attachment.compressed_because == why, "the device need not decode"
     else:
         with pytest.raises(OffloadError, match="this build has no kernels"):
             attached(model, "cpu", **options).__enter__()

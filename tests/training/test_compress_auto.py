@@ -283,7 +283,7 @@ def test_a_damaged_record_is_no_record(cache):
             path.write_bytes(damaged)
             _, every, _ = train(Net(), steps=4, compress="auto")
             assert all(every), damaged
-            assert json.loads(path.read_bytes())["models"], "it is written anew"
+            assert json.loads(path.read_bytes())["models"], "it is written again"
         _, none, _ = train(Net(), steps=4, compress="auto")
         assert not any(none), "what was written is a record"
 
@@ -370,7 +370,7 @@ def planned(*saved, nbytes=1024):
 
 
 def test_what_travels_twice_goes_first():
-    """The ends of a model lie in the arena still when forward or backward comes back to them."""
+    """The ends of a model are still in the arena when forward or backward comes back to them."""
     order = choice._in_order(planned(*[300] * 20), 4 * 1024)
     assert set(order[:12]) == set(range(4, 16)) and len(order) == 20
     for count in range(3, 12):

@@ -723,7 +723,7 @@ def test_everything_else_is_moved_and_keeps_its_dtype(device):
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("default", ["meta", "its own"])
 def test_it_does_not_matter_where_torch_makes_tensors_by_default(default, trains, device):
-    """Masters and gradients lie on the host, whatever `torch.set_default_device` says."""
+    """Masters and gradients are on the host, whatever `torch.set_default_device` says."""
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8), nn.LayerNorm(8), nn.Conv1d(8, 8, 1), nn.Embedding(4, 8)]
     managed = nn.ModuleList(layers).requires_grad_(trains)

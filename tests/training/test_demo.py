@@ -67,7 +67,7 @@ def test_demo_trains_alike_and_draws_its_step(tmp_path, capsys, monkeypatch):
     svg_name = "{http://www.w3.org/2000/svg}"
     (lane,) = (g for g in part.iter(f"{svg_name}g") if g.attrib["class"] == "oo-compute")
     uses = [10 * float(box.attrib["x"].rstrip("%")) for box in lane.iter(f"{svg_name}rect")]
-    assert 40 < len({round(x) for x in uses}) == len(uses), "each use can be told apart"
+    assert 40 < len({round(x) for x in uses}) == len(uses), "each use has a place of its own"
     most = result["peak_in_arena_bytes"]
     for picture, least in ((drawn, most), (part, 0.9 * most)):  # of a part it is the part's own
         said = [str(text.text) for text in picture.iter(f"{svg_name}text")]

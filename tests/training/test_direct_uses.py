@@ -181,7 +181,7 @@ def test_all_reads_of_a_graph_share_one_node(device):
 def test_a_weight_that_is_first_read_in_the_middle_of_a_step_adds_to_the_gradient_there(
     device, mode
 ):
-    """A node that is made anew for it would add one use to the sum before the next."""
+    """A node that is made again for it would add one use to the sum before the next."""
 
     def compute(parts, x):
         y = parts.inner(x).tanh()
@@ -267,7 +267,7 @@ def test_an_adapter_that_takes_a_weight_leaves_its_layer_managed(device, when, m
 
 
 def test_a_convolution_that_a_patched_forward_holds_streams(device):
-    """In a default argument, where nobody sees it."""
+    """In a default argument, where attach does not see it."""
     torch.manual_seed(0)
     managed, resident = resident_pair(
         nn.Sequential(nn.Conv3d(3, 64, (2, 4, 4), bias=False), nn.Linear(64, 64)).requires_grad_(
@@ -322,7 +322,7 @@ def test_a_convolution_that_its_owners_patched_forward_holds_streams(device, mod
 
 
 def test_what_was_found_on_a_layer_before_attach_computes_with_what_it_borrows(device):
-    """``nn.Linear.forward`` of the layer, kept by an adapter that stands before it."""
+    """``nn.Linear.forward`` of the layer, kept by an adapter that calls it."""
     torch.manual_seed(0)
     managed, resident = resident_pair(nn.Sequential(nn.Linear(WIDTH, WIDTH)).requires_grad_(False))
     for model in (managed, resident):
@@ -888,7 +888,7 @@ def test_what_a_forward_that_failed_has_written_is_there():
     assert model.inner.weight.eq(7).all()
 
 
-# ---- a library that nobody knows ----
+# ---- a library that is not known ----
 
 
 class Rounded(Tensor):

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of what users call first run as they stand there."""
+"""The examples in the docstrings of what users call first run as they are written."""
 
 import doctest
 import inspect

@@ -336,7 +336,7 @@ def test_an_error_in_between_leaves_the_next_step_as_it_was(device, monkeypatch)
         assert_models_agree(managed, resident, make_step(device), device=device)
 
 
-# ---- tables that cannot be read where they lie ----
+# ---- tables that cannot be read in place ----
 
 
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])

@@ -1,4 +1,4 @@
-"""One engine per device: whom it asks for stamps, who hears of what, and how long it is open."""
+"""One engine per device: its stamps, which listeners it calls, and how long it is open."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_member_that_another_thread_lets_go_of_is_not_stamped():
         units = tuple({first.unit, second.unit})
         state.engine.remove_member(first.member)
         with pytest.raises(OffloadError, match=rf"member {first.member} is not attached"):
-            state.stamp_units(units)  # whoever lets go of it has the lock
+            state.stamp_units(units)  # the thread that lets go of it has the lock
 
         def stamp_meanwhile():
             state.forget_member(first.unit, first.member)
@@ -134,7 +134,7 @@ def test_weights_are_verified_where_that_is_asked_for(monkeypatch, value, verifi
         for moved in (nbytes, nbytes * (1 + verified)):
             model(torch.ones(1, 512))
             assert manager.state.engine.stats()["h2d_bytes"] == moved
-            model[0].weight.detach().numpy()[7, 13] += 8.0  # torch does not hear of it
+            model[0].weight.detach().numpy()[7, 13] += 8.0  # torch does not see it
 
 
 def test_what_torch_holds_for_nobody_is_free(state, monkeypatch):
@@ -158,11 +158,11 @@ def test_a_use_flushes_the_kernels_before_it_and_of_29_one_looks_whether_the_dev
     assert looks == [1, 30, 59]
 
 
-# ---- who hears of what ----
+# ---- which listeners and observers are called ----
 
 
 class Hears:
-    """A listener, or an observer, that notes what it hears."""
+    """A listener, or an observer, that notes each of its calls."""
 
     def __init__(self, heard, trains=False, name=""):
         self.heard, self.trains, self.name = heard, trains, name
@@ -213,7 +213,7 @@ def test_masters_are_held_over_the_step_that_trains_one(state, monkeypatch, trai
 
     monkeypatch.setattr(state, "engine", Engine(state.engine))
     step()
-    assert calls == [], "nobody listens"
+    assert calls == [], "no listener is there"
     listeners = Hears([]), Hears([], trains)
     for listener in listeners:
         state.join(listener)
@@ -236,7 +236,7 @@ class Squared(nn.Module):
 
 @pytest.mark.parametrize("kind", ["linear", "any", "compiled"])
 def test_the_arena_grows_before_a_forward_takes_its_first_weight(kind):
-    """Else the units that the first one fetches lie where others have their places by then."""
+    """Else the units that the first one fetches are where others have their places by then."""
     layers = [Squared() if kind == "any" else nn.Linear(128, 128) for _ in range(8)]
     blocks = nn.ModuleList(
         nn.Sequential(*[part for layer in layers[at : at + 4] for part in (layer, nn.Tanh())])
@@ -310,7 +310,7 @@ def test_observers_hear_of_devices_and_of_steps_from_the_first_use_on():
     heard.clear()
     with engines.opened(CPU):
         step()
-    assert heard == ["opened", "closing"], "a step is nobody's where nobody listens"
+    assert heard == ["opened", "closing"], "a step calls no observer where no listener is"
     engines.ignore(second)
     assert engines.observers == ()
 
@@ -321,7 +321,7 @@ def test_a_phase_begins_where_somebody_listens(state):
     try:
         engines.begin_phase("sampling")
         assert engines.phase_now() == "sampling"
-        assert [*state.phases.counted(state.counters())] == [phases.FIRST], "nobody listens"
+        assert [*state.phases.counted(state.counters())] == [phases.FIRST], "no listener is there"
         state.join(listener)
         engines.begin_phase("evaluation")
         assert [*state.phases.counted(state.counters())] == [phases.FIRST, "evaluation"]

@@ -25,7 +25,7 @@ FULL = (
 
 
 class Failing(torch.autograd.Function):
-    """Runs out of memory on the way forward or back, when it is told to."""
+    """Runs out of memory on the way forward or back, as `where` says."""
 
     where = None
 

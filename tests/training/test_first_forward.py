@@ -160,7 +160,7 @@ def test_a_weight_that_is_computed_after_attach_has_the_residents_bits(
 
 
 def full(layer, delta):
-    """AI-Toolkit's FullModule: its delta stands in the parameter's place during forward."""
+    """AI-Toolkit's FullModule: its delta is in the parameter's place during forward."""
     original = layer.forward
 
     def forward(x):

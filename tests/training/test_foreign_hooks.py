@@ -1,4 +1,4 @@
-"""Which hooks attach refuses, told by the names that accelerate and diffusers give them.
+"""Which hooks attach refuses, recognised by the names that accelerate and diffusers give them.
 
 `tests/clients/test_hooks.py` does it with the libraries themselves.
 """

@@ -162,7 +162,7 @@ def test_one_file_several_or_a_folder_give_the_same(tmp_path):
 
 
 def test_values_lie_in_masters_and_nowhere_else(tmp_path):
-    """Every managed tensor was read where it lies, also where one is cut into many reads."""
+    """Every managed tensor was read into its master, also where one is cut into many reads."""
     resident, path = saved(tmp_path)
     managed = without_values()
     before = dict(managed.named_parameters())

@@ -1,4 +1,4 @@
-"""Where bytes of tensors lie: sizes, strides, density, address ranges and their intersections."""
+"""Where bytes of tensors are: sizes, strides, density, address ranges and their intersections."""
 
 from __future__ import annotations
 

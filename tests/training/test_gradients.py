@@ -1,4 +1,4 @@
-"""Gradients of weights on the host: the memory they lie in, which nothing else overwrites."""
+"""Gradients of weights on the host: the memory they are in, which nothing else overwrites."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_gradients_are_the_resident_ones_in_locked_memory(device, accumulate):
             where = {p.grad.data_ptr() for p in managed.parameters() if p.numel() > 96}
             if number == 0:
                 first, grown = where, locked(manager)
-                assert grown - before >= LARGE_BYTES  # both lie there, the bias does not
+                assert grown - before >= LARGE_BYTES  # both are there, the bias does not
         if accumulate:  # at most two more, while they are added to what is there
             assert locked(manager) <= grown + LARGE_BYTES
         elif device == "cpu":  # elsewhere a thread of the device may let go late

@@ -21,7 +21,7 @@ IN, OUT = 24, 72  # a weight of more bytes than a constant may have
 
 
 class Invented(nn.Module):
-    """A layer of a library that nobody knows; `product` is its code."""
+    """A layer of a library that is not known; `product` is its code."""
 
     def __init__(self, product, features=IN, out_features=OUT):
         super().__init__()

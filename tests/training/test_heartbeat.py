@@ -782,7 +782,7 @@ def in_terminal(folder, columns, *, rich, until, keys="\x03"):
 
     def begin():
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        # Whoever runs the tests in the background lets them, and so this child, ignore it.
+        # Tests that run in the background, and so this child, ignore it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     hide = "" if rich else "sys.modules['rich'] = None; "
@@ -819,7 +819,7 @@ def in_terminal(folder, columns, *, rich, until, keys="\x03"):
 
 
 def shown(text):
-    """Return the lines of what a terminal was told last, without what steers it."""
+    """Return the lines that a terminal was sent last, without its control sequences."""
     last = re.split(r"\x1b\[\?1049l|\x1b\[H\x1b\[J", text)[-1]
     plain = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", last).replace("^C", "")
     return [line.rstrip() for line in plain.splitlines()]

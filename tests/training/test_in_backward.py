@@ -189,7 +189,7 @@ def test_no_copy_is_kept_for_an_optimizer_that_this_backward_steps_nothing_of(de
 
 
 def test_an_optimizer_that_is_gone_with_its_scheduler_leaves_its_parameters(device, small_batches):
-    """By their last references, as of plain torch: nobody waits for garbage to be collected."""
+    """By their last references, as with plain torch, and without the garbage collector."""
     if small_batches == "together":
         pytest.skip("in units of their own")
     managed = Net()
@@ -411,7 +411,7 @@ def test_clipping_is_refused_by_name(device, clip):
         optimizer.step()
         del optimizer
         gc.collect()
-        clip(list(managed.parameters()))  # nobody steps them any more
+        clip(list(managed.parameters()))  # no optimizer steps them any more
 
 
 def test_micro_batches_that_are_summed_are_refused_before_they_are_computed(device):
@@ -664,7 +664,7 @@ class WithTable(nn.Module):
 
 
 def test_rows_that_are_read_in_the_same_backward_are_whole(sim, small_batches):
-    """The device reads a table where it lies, before it is stepped or once that is home."""
+    """The device reads a table in place, before it is stepped or once that is home."""
     if small_batches == "together":
         pytest.skip("nothing is stepped early")
     sim.slow_link(0.001)

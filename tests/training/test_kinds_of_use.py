@@ -1,4 +1,4 @@
-"""What the engine is told of each use: a sample, training's forward, a recompute, a backward."""
+"""The kind of each use of the engine: a sample, training's forward, a recompute, a backward."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_a_sum_comes_while_the_gradients_before_its_own_are_computed(device, mon
                 backward(model, number, device)
             assert_same(gradients(managed), gradients(resident))
             came = manager.state.engine.stats()["brought_bytes"] - brought
-            # Once each, and the tied one's partial sum besides.
+            # Once each, and also the tied one's partial sum.
             sums = sum(p.nbytes for p in managed.parameters()) if number else 0
             assert came - sums in (0, managed.first.weight.nbytes)
         order = [of for what, of in events if what == "leaves"]
@@ -437,7 +437,7 @@ def test_a_trip_whose_end_fails_is_told_of_and_ended_by_the_next_backward():
             simulator.set_fault(call, nth, 701)
             with contextlib.suppress(DriverError):
                 backward(managed, 0, "cpu")
-                assert not manager.state.unended, "nobody was told"
+                assert not manager.state.unended, "no error was raised"
             simulator.clear_faults()
             kept += len(manager.state.unended)
             for model in (managed, resident):

@@ -1,4 +1,4 @@
-"""The operators that stand for managed layers in compiled graphs, called without a compiler."""
+"""The operators that replace managed layers in compiled graphs, called without a compiler."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VALUES = [kind for kind in KINDS if kind != "embedding"]  # of which the input h
 
 
 def arguments_of(module):
-    """Return what the operator of a module takes beside tensors."""
+    """Return what the operator of a module takes in addition to tensors."""
     if isinstance(module, nn.Conv2d):
         return module.stride, module.padding, module.dilation, module.groups
     if isinstance(module, nn.Embedding):
@@ -381,7 +381,7 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         shapes = [tuple(t.shape) for t in args if isinstance(t, torch.Tensor)]
-        # What has no elements stands in the graph for what autocast would have cast.
+        # What has no elements replaces in the graph what autocast would have cast.
         if name in ("mm", "bmm", "addmm", "sum") and all(0 not in shape for shape in shapes):
             self.names.append((name, shapes))
         kernel = traced.kernel_of(func)

@@ -1,4 +1,4 @@
-"""The operator that stands for a whole call of a lent module, called without a compiler."""
+"""The operator that replaces a whole call of a lent module, called without a compiler."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def lent_backward(leaf, grad, given, needs, call=ONE, own=None):
 
 
 def told(leaf, given, needs=(), call=ONE):
-    """Return what a compiler is told of a call."""
+    """Return what a compiler sees of a call."""
     fake = FakeTensorMode()
     make = fake.from_tensor
     own, key = [make(t.detach()) for t in leaf.own()], make(leaf.key)
@@ -297,7 +297,7 @@ def test_a_result_is_a_copy_where_it_is_given_or_own_and_else_itself():
         assert not manager.attachment.held()
 
 
-# ---- what a compiler is told ----
+# ---- what a compiler sees ----
 
 
 class Turns(Stack):

@@ -40,7 +40,7 @@ class Products(TorchDispatchMode):
 
 
 def strided(shape: tuple[int, ...], order: tuple[int, ...], features: int = IN) -> Tensor:
-    """Return an input of a shape whose axes lie in memory in this order, the last the nearest."""
+    """Return an input of a shape whose axes are stored in this order, the innermost last."""
     sizes = [shape[axis] for axis in order]
     back = [order.index(axis) for axis in range(len(order))]
     return torch.randn(sizes).permute(back)

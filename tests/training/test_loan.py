@@ -1,4 +1,4 @@
-"""The loan of Linear and of convolutions beside the resident layer: its node, gradients, refusals.
+"""The loan of Linear and convolutions against the resident layer: its node, gradients, refusals.
 
 What the matrix of test_matrix.py does not have: how gradients are asked for, what sees them, and
 what happens between forward and backward.
@@ -112,7 +112,7 @@ def fresh_memory_is_nan() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh_memory_is_nan")
 def test_a_gradient_with_gaps():
-    """That of a vector's bias is the output's own, however that lies."""
+    """That of a vector's bias is the output's own, whatever its strides."""
 
     def see(model: nn.Module) -> Any:
         x = torch.linspace(-1, 1, 96)[::2].requires_grad_()
@@ -176,7 +176,7 @@ def test_hooks_see_the_gradients_that_they_saw(trained):
 
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["nockpt", "reentrant", "ckpt"])
 def test_after_a_backward_masters_may_be_rewritten(reentrant):
-    """The engine is told at the end of the graph task, which a backward or a recompute notes."""
+    """The engine is notified when the graph task ends: a backward or a recompute asks for that."""
     model = three("linear", "weight")
     noted: list[bool] = []
     with attached(model) as manager:

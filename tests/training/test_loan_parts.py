@@ -46,7 +46,7 @@ def test_tensors_are_viewed_once_where_they_lie_at_the_same_place(monkeypatch):
 
 @pytest.mark.parametrize("percent", [0.0, 0.5, 1.0])
 def test_what_was_copied_is_known_by_its_version(percent):
-    """Where it lies in the arena still, it is not copied again: also what was fetched ahead."""
+    """Where it is still in the arena, it is not copied again: also what was fetched ahead."""
     model, resident = pair(6)
     with attached(model, offload_percent=percent) as manager, torch.no_grad():
         engine = manager.state.engine
@@ -226,7 +226,7 @@ def test_a_foreign_weight_with_gaps_is_computed_with_as_it_lies_and_others_are_c
     assert bias.data_ptr() != others["0.bias"].data_ptr() and torch.equal(bias, others["0.bias"])
 
 
-# ---- what it is told of time ----
+# ---- which times the engine is given ----
 
 
 def test_time_is_charged_for_what_forward_and_backward_do(sim):

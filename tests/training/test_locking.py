@@ -34,7 +34,7 @@ class Tower(nn.Module):
     def __init__(self, nbytes: int, width: int = WIDTH) -> None:
         super().__init__()
         count = nbytes // (4 * width * width)
-        base = torch.randn(width, width) / width**0.5  # drawing each anew takes most of the time
+        base = torch.randn(width, width) / width**0.5  # drawing each one takes most of the time
         self.width = width
         self.layers = nn.ModuleList()
         for number in range(count):
@@ -426,7 +426,7 @@ def test_a_twentieth_is_headroom_and_whole_pages_are_locked():
 
 
 class Watched:
-    """An engine that keeps what it is told to unlock; then others may lock all that is left."""
+    """An engine that notes what it unlocks; then others may lock all that is left."""
 
     def __init__(self, state, others_are_quick):
         self._engine, self._others_are_quick = state.engine, others_are_quick

@@ -97,7 +97,7 @@ GuardedList = guarded(
 
 
 class WatchedEngine:
-    """Stands before an engine: each call takes its mutex."""
+    """Wraps an engine: each call takes its mutex."""
 
     def __init__(self, engine, observer):
         self._engine, self._observer = engine, observer
@@ -192,7 +192,7 @@ def observer(monkeypatch, caplog):
 
 @contextlib.contextmanager
 def attached(model):
-    """Attach for a while, and detach beside threads that compute in what was lent."""
+    """Attach for a while, and detach while threads compute in what was lent."""
     manager = oracle_offload.attach(model, "cpu")
     yield manager
     manager.detach()
@@ -343,7 +343,7 @@ def test_threads_that_do_all_at_once_keep_the_order_of_locks(observer, keeps_ope
     closed()
     left = [vars(held) for state in engines.open_states() for held in state.listeners]
     assert not left, f"still attached: {left}"
-    assert not engines.open_states(), "an engine is open that nobody uses"
+    assert not engines.open_states(), "an engine is open that nothing uses"
     assert not observer.faults, observer.faults[:5]
     assert not observer.inversions(), observer.inversions()
     seen = {("structure", "device"), ("device", "engine")}
@@ -356,7 +356,7 @@ def test_threads_that_do_all_at_once_keep_the_order_of_locks(observer, keeps_ope
 
 
 def test_a_planted_inversion_is_found(observer, monkeypatch):
-    """One thread takes the registry's lock before the device's, which nobody needs to wait for."""
+    """One thread takes the registry's lock before the device's: it is found without any wait."""
     honest = engines.open_states
 
     def planted():

@@ -164,7 +164,7 @@ def test_a_model_is_attached_once_and_detached_once():
 
 
 def state_of(model):
-    """All that lies in the modules of a model, by name."""
+    """All that is in the modules of a model, by name."""
     return {
         (name, key): dict(value) if isinstance(value, dict) else value
         for name, module in model.named_modules()
@@ -219,7 +219,7 @@ def test_a_detached_model_is_looked_at_no_more():
 
 
 def test_a_table_lies_on_the_device_where_it_is_not_locked_as_a_whole():
-    """Rows of a locked one are read where they lie."""
+    """Rows of a locked one are read in place."""
     for lock, layers in (("auto", 2 + 2), ("never", 2 + 4 + 2 * 4)):
         model = nn.Sequential(nn.Embedding(512, 128).requires_grad_(False), *tower(2))
         with attached(model, "cpu", lock=lock, vram_budget="1GiB") as manager:
@@ -304,7 +304,7 @@ def test_refresh_forgets_what_lies_on_the_device_and_takes_over_what_is_new():
 
 
 class Codes(nn.Module):
-    """A quantised layer of a kind that nobody knows."""
+    """A quantised layer of a kind that is not known."""
 
     def __init__(self):
         super().__init__()
@@ -398,7 +398,7 @@ def capacity(model, **options):
         ({"vram_budget": "1GiB"}, 8 + 2),  # never more than can be used
         ({"vram_budget": "200KiB", "offload_percent": 0.1}, 200 / 64),  # replaces it
         ({"vram_budget": "auto"}, 2),  # the steps tell how much more there is
-        # Of what stays on the device for good nothing lies in the arena.
+        # What always stays on the device takes no room in the arena.
         ({"ram_budget": 6 * LAYER}, 2),
         ({"ram_budget": 6 * LAYER, "offload_percent": 0.5}, 4 - 2 + 2),
         ({"ram_budget": 4 * LAYER, "offload_percent": 0.5}, 2),
@@ -442,7 +442,7 @@ def test_the_budget_is_less_than_the_units_need(monkeypatch, sim):
     device = sim.get_device(0)
     device.memory_bytes = 4 * LAYER
     sim.set_device(0, device)
-    # 90% of what is left beside the two layers that are kept.
+    # 90% of what the two layers that are kept leave.
     assert refused(tower(), vram_budget="auto", ram_budget=6 * LAYER) == (
         "vram_budget='auto' is 115.20 KiB, but two of the largest units need 128.00 KiB; raise the "
         "budget to that."
@@ -514,9 +514,9 @@ def test_a_device_that_cannot_decode_is_told_before_anything_is_coded(
         with pytest.raises(OffloadError, match=r"^no kernels$"):
             oracle_offload.attach(model, "cpu", **options)
     with attached(model, "cpu", offload_percent=0.0, compress="auto") as manager:
-        assert manager.attachment.coded_bytes() == (0, 0), "nothing waits, nobody asks"
+        assert manager.attachment.coded_bytes() == (0, 0), "nothing waits, so nothing is coded"
     with attached(model, "cpu") as manager:
-        assert manager.attachment.compressed_because == "", "nobody asks"
+        assert manager.attachment.compressed_because == "", "it was not asked for"
 
 
 # ---- what one attachment holds ----

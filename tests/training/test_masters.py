@@ -1,4 +1,4 @@
-"""Host masters: how weights are divided into pieces, where they lie, and when a piece goes back."""
+"""Host masters: how weights are divided into pieces, where they are, and when a piece goes back."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_master_has_the_values_and_the_dense_strides_and_nothing_else_in_its_s
 
 @pytest.fixture
 def pieces():
-    """The masters of an attached model, besides which others are made."""
+    """The masters of an attached model, next to which others are made."""
     with attached(nn.Sequential(nn.Linear(8, 8))) as manager:
         made = Pieces(manager.state, "Model", float("inf"))
         yield made

@@ -286,7 +286,7 @@ def test_two_threads_train_through_one_model():
 @pytest.mark.parametrize("trainable", [False, True], ids=["sampling", "training"])
 @pytest.mark.parametrize("watched", [False, True], ids=["", "witness"])
 def test_a_refresh_while_other_threads_compute_disturbs_none_of_them(trainable, watched):
-    """It takes effect at their next use: nobody sees an error, or other bits."""
+    """It takes effect at their next use: no thread sees an error, or other bits."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(10)]).requires_grad_(False)
     managed, resident = resident_pair(model)
@@ -617,7 +617,7 @@ def test_a_model_detaches_while_another_computes_in_what_it_lent(device, meanwhi
         if any(s.address <= address < s.address + s.nbytes for s in lent):
             break
     else:
-        pytest.fail("nothing lies in what the other model lent")
+        pytest.fail("nothing is in what the other model lent")
     lender.detach()
     assert set(lent) <= set(state.segments), "a call computes in it"
     assert lender.attachment.pieces.buffers == []

@@ -1,4 +1,4 @@
-"""What a recording tells of a GPU whose memory ran out, beside what lies in the arena.
+"""What a recording tells of a GPU whose memory ran out: more than what is in the arena.
 
 Torch's allocator of a GPU is not here: its snapshot is made up, of the real addresses of a model
 that is attached to the simulated device.

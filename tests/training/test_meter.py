@@ -101,7 +101,7 @@ def test_across_an_attach_or_detach_there_is_no_difference():
         assert read.read()["steps"] == 0
     assert read.read()["arena_bytes"] is None
     for _ in range(2):
-        with attached(first, "cpu"):  # another engine, whose counters begin anew
+        with attached(first, "cpu"):  # another engine, whose counters begin at zero
             assert read.read()["acquires"] is None
             assert read.read()["acquires"] == 0
 
@@ -172,7 +172,7 @@ def test_what_is_slow_is_asked_once_a_second(monkeypatch):
 
 
 class Card:
-    """Stands for `Sensors`, whose own tests ask nvidia-ml-py."""
+    """Replaces `Sensors`, whose own tests ask nvidia-ml-py."""
 
     def __init__(self, uuid):
         self.uuid = uuid
@@ -200,7 +200,7 @@ def test_energy_is_of_the_interval_and_of_each_step_in_it(monkeypatch):
         third = read.read()
         assert (third["energy_j"], third["energy_per_step_j"]) == (60.0, None)
         train(model)
-        read._sensors.joules = 0.0  # the driver was loaded anew
+        read._sensors.joules = 0.0  # the driver was loaded again
         fourth = read.read()
         assert fourth["energy_j"] is fourth["energy_per_step_j"] is None
         for joules, used in ((60.0, 0.0), (None, None), (70.0, None)):  # one that is lost, and back
@@ -261,7 +261,7 @@ def test_a_loss_that_autograd_records_is_taken_without_a_warning(recwarn):
 
 
 class Cards:
-    """What torch answers of two cards; which of them were asked, and begun anew."""
+    """What torch answers of two cards; which of them were asked, and which peaks were reset."""
 
     def __init__(self, monkeypatch):
         self.reset, self.asked = [], []

@@ -248,7 +248,7 @@ def test_attributes_of_a_model_that_are_set_in_its_forward_are_its_micro_batchs(
 
 @pytest.mark.parametrize("run", RUN)
 def test_what_is_as_before_at_the_end_is_each_micro_batchs_meanwhile(device, run):
-    """Nobody has named it: that it is written is found out."""
+    """The caller did not name it: that it is written is found out."""
 
     def step(model, x):
         model.scale = knob.scale = number_of(x)
@@ -482,7 +482,7 @@ def test_to_containers_each_adds_its_own_and_they_are_joined_in_order(device):
         net.options.parts.append(number)
         net.held.setdefault("all", []).append(number)
         net.held.setdefault("numbers", set()).add(number)
-        net.scale = net.options.parts[-1]  # its own, whoever has added meanwhile
+        net.scale = net.options.parts[-1]  # its own, though others have added meanwhile
         loss = loss_of(net, x)
         net.scale = 1.0
         return loss

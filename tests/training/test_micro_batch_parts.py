@@ -857,7 +857,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks in a list that has no forward, a head, and what has no weights.
 
-    The arena has room for two of its largest layer: a wide head makes the blocks small beside it.
+    The arena has room for two of its largest layer: next to a wide head the blocks are small.
     """
 
     def __init__(self, blocks: int = 6, head: int = 20 * 64) -> None:
@@ -918,7 +918,7 @@ def test_a_compiled_block_is_one_grain_however_large() -> None:
 
 
 class Listed(nn.Module):
-    """Lists that have no forward, and a table whose rows are read where they lie."""
+    """Lists that have no forward, and a table whose rows are read in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -940,7 +940,7 @@ def test_a_grain_is_called_and_has_weights_that_travel() -> None:
 
 
 class Rows(nn.Module):
-    """Has a Parameter of its own beside a layer, and both are too large for one grain."""
+    """Has a Parameter of its own next to a layer, and both are too large for one grain."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -952,7 +952,7 @@ class Rows(nn.Module):
 
 
 def test_a_module_on_whose_parameter_peft_puts_an_adapter_is_one_grain_however_large() -> None:
-    """The sum of both stands in the Parameter's place until its forward has ended."""
+    """The sum of both is in the Parameter's place until its forward has ended."""
     peft = pytest.importorskip("peft")
     net = Net(head=4)
     net.blocks = nn.ModuleList([Rows(), Rows(), *net.blocks[2:]])

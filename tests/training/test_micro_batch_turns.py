@@ -32,7 +32,7 @@ WIDTH, LAYERS = 64, 8  # of which the arena holds six
 
 
 class Turns(list):
-    """What all micro-batches note: of a class of its own, it is nobody's."""
+    """What all micro-batches note: of a class of its own, it belongs to none of them."""
 
 
 class Chain(nn.Module):
@@ -672,14 +672,14 @@ def test_backward_has_the_state_of_the_first_micro_batch():
 
 
 def warnings_of(caplog):
-    """Return what was told of micro-batches."""
+    """Return the warnings about micro-batches."""
     told = [row.getMessage() for row in caplog.records if row.levelno >= logging.WARNING]
     return [message for message in told if message.startswith("micro-batch")]
 
 
 @pytest.mark.parametrize("way", ["", "forward", "backward", "raises"])
 def test_every_step_has_ended_when_one_has_failed(way, caplog):
-    """One that goes on is ended again; one that fails meanwhile is told of."""
+    """One that goes on is ended again; a warning reports one that fails meanwhile."""
     model, ended = made(), []
 
     def step(batch):

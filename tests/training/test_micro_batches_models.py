@@ -46,7 +46,7 @@ def llama():
     return models.llama(attention_dropout=0.1)
 
 
-# With each: the modules that get adapters, and the most bytes beside those of the plain loop.
+# With each: the modules that get adapters, and the most bytes, as a share of the plain loop's.
 BUILDS = {
     "llama": (llama, models.language_step, ["q_proj", "v_proj", "down_proj"], 0.27),
     "flux": (models.flux, models.flux_step, ["to_q", "to_v", "proj_out"], 0.30),

@@ -1,4 +1,4 @@
-"""The learned order: kept in a file, told to the engine before the first step of the next run."""
+"""The learned order: kept in a file, given to the engine before the first step of the next run."""
 
 from __future__ import annotations
 
@@ -658,7 +658,7 @@ def test_sampling_is_at_its_own_optimum_from_the_second_sweep(share):
         assert max(after) <= 2 * weights and after[-1] == steady, (after, steady)
 
 
-# ---- beside AI-Toolkit's checkpoints ----
+# ---- next to AI-Toolkit's checkpoints ----
 
 
 class Process:
@@ -672,7 +672,7 @@ class Process:
 
 
 class Loader:
-    """It is not told where the run is saved."""
+    """It does not know where the run is saved."""
 
     def ask(self, ask):
         return ask()

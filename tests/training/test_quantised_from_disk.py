@@ -109,7 +109,7 @@ def test_one_layer_at_a_time_is_there_unquantised(tmp_path):
 
 
 class Int8(nn.Module):
-    """What stands for a Linear once it is quantised."""
+    """What replaces a Linear once it is quantised."""
 
     def __init__(self, inner):
         super().__init__()

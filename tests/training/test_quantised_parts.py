@@ -279,7 +279,7 @@ def test_a_bias_that_is_not_the_layers_is_refused_by_the_operator(as_format):
         assert_same(call(module.bias), resident(x))
         with pytest.raises(OffloadError, match="'0' has a computed weight"):
             call(torch.randn(OUT))
-        # A weight that no slot has a place for is computed with as it lies.
+        # A weight that no slot has a place for is used where it is.
         for each in (module, resident[0]):
             each.weight.data = torch.ones(2 * OUT, IN, dtype=torch.int8)[::2]
         before = manager.state.engine.stats()["acquires"]
@@ -451,7 +451,7 @@ class Constant(Coded):
 
 @pytest.mark.parametrize("name", ["plain", "reads"])
 def test_an_input_that_nothing_depends_on_has_a_gradient_of_zero_in_a_graph(name, as_format):
-    """A compiler was told of one."""
+    """Compiled code expects one."""
     as_format(FORMATS[name])
     managed, resident = resident_pair(nn.Sequential(Constant()).requires_grad_(False))
     x = torch.randn(3, IN, requires_grad=True)

@@ -131,7 +131,7 @@ def test_a_step_without_finite_gradients_is_left_out_and_told_after_the_fourth()
     assert amp.scaler.get_scale() == 65536 / 2**5
     amp.backward(model(torch.ones(1, 4)).sum())
     assert amp.step(optimizer)
-    amp.hint = ""  # as who has told it does
+    amp.hint = ""  # as code does that has shown the hint
     for _ in range(3):
         optimizer.zero_grad()
         amp.backward(model(torch.ones(1, 4)).sum())

@@ -387,7 +387,7 @@ def layers_of(depth):
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_models_that_come_and_go_are_recorded(sim, anew):
-    """Also where the simulator's clock starts anew between them."""
+    """Also where the simulator's clock starts at zero again between them."""
     sim.slow_link(1.0)
     depths = (4, 3, 2)
     took = []  # seconds of each model, by the simulator's clock
@@ -450,7 +450,7 @@ def test_a_step_and_a_phase_go_on_over_a_detach(sim):
     for step in recording.steps():
         mine = [e for e in copies if e["step"] == step["step"]]
         assert step["counters"]["h2d_bytes"] == sum(e["bytes"] for e in mine) > 0
-    (phase,) = recording.of("phase")  # told by the device's next engine
+    (phase,) = recording.of("phase")  # reported by the device's next engine
     assert (phase["before"], phase["name"], phase["step"]) == ("training", "sampling", 2)
     assert phase["copies"] == sum(e["engine"] < 2 for e in copies)
     assert {e["phase"] for e in copies if e["engine"] < 2} == {"training"}
@@ -792,7 +792,7 @@ def test_whatever_an_engine_does_not_answer_is_an_error_of_the_recording_alone(t
     assert len(recorder.recording().of("step")) == 2
 
 
-# ---- what is recorded beside what the engine does ----
+# ---- what is recorded in addition to what the engine does ----
 
 
 def test_batches_sizes_of_the_arena_and_an_optimizer_under_way_are_recorded(training, monkeypatch):

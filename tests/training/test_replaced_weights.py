@@ -195,7 +195,7 @@ def test_an_old_master_that_somebody_holds_stays_as_it_was(witness):
 
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 def test_weights_that_are_swapped_for_a_while_come_home(trainable, witness, warnings):
-    """As an EMA does for an evaluation: nothing is locked anew, nothing copied, nothing said."""
+    """As an EMA does for an evaluation: nothing is locked again, nothing copied, nothing said."""
     managed, resident = resident_pair(chain().requires_grad_(trainable))
     with attached(managed, "cpu", offload_percent=0.5) as manager:
         agree(managed, resident, witness)

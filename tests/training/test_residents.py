@@ -15,7 +15,7 @@ from oracle_offload.model.residents import move_residents, resident_gradient_byt
 
 
 class Mixed(nn.Module):
-    """One layer that is managed beside all that is not."""
+    """One layer that is managed, next to all that is not."""
 
     def __init__(self, experts=8):
         super().__init__()

@@ -52,7 +52,7 @@ def test_a_file_has_what_the_state_dict_has(device, tmp_path):
     with attached(model, device):
         oracle_offload.save_weights(model, path)
         assert_same(load_file(path), expected)
-    oracle_offload.save_weights(model, str(path))  # detached: the rest lies on the device
+    oracle_offload.save_weights(model, str(path))  # detached: the rest is on the device
     assert_same(load_file(path), expected)
     assert os.listdir(tmp_path) == [path.name]
 

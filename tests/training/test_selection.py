@@ -193,7 +193,7 @@ def test_memory_that_overlaps_stays_and_memory_that_touches_does_not(gap):
 
 
 def test_all_parts_of_one_parameter_overlap_it():
-    """Also those that do not lie next to its beginning."""
+    """Also those that are not next to its beginning."""
     whole = torch.zeros(16, 4)
     model = nn.Sequential(*(nn.Linear(4, n, bias=False) for n in (16, 2, 2, 4)))
     for layer, part in zip(model, (whole, whole[2:4], whole[8:10], torch.zeros(4, 4)), strict=True):
@@ -403,7 +403,7 @@ class Takes(nn.Module):
 
 
 class Sibling(nn.Module):
-    """Computes with a tensor of a module that is no part of it, as it stands in a list."""
+    """Computes with a tensor of a module that is no part of it, but next to it in a list."""
 
     def __init__(self, layer):
         super().__init__()
@@ -414,7 +414,7 @@ class Sibling(nn.Module):
 
 
 def siblings(readers):
-    """A layer and as many modules beside it, each of which computes with its weight."""
+    """A layer and as many modules next to it, each of which computes with its weight."""
     layer = nn.EmbeddingBag(4, 4)
     return nn.ModuleList([layer, *(Sibling(layer) for _ in range(readers))])
 
@@ -586,7 +586,7 @@ def test_a_quantised_layer_that_others_compute_with_is_managed(model):
 
 
 class Whole(nn.Module):
-    """Calls its child; `reads` what it has beside."""
+    """Calls its child; with `reads` it computes with the child's table, too."""
 
     def __init__(self, child, reads):
         super().__init__()
@@ -746,11 +746,11 @@ def test_a_table_that_is_read_from_locked_memory_needs_no_room():
     assert least_bytes(units[:1], True) == ALIGNMENT, "an arena is never empty"
 
 
-# ---- what now stands where layers were let go ----
+# ---- what is now in the places of layers that were let go ----
 
 
 def again(model, *names, of=None):
-    """Return the names of what is managed anew, where these layers of `of` were let go."""
+    """Return the names of what is managed again, where these layers of `of` were let go."""
     found = dict((of or model).named_modules())
     lost = {name: weakref.ref(found[name]) for name in names}
     return [leaf.name for leaf in choose_again(model, lost)]
@@ -777,12 +777,12 @@ def test_what_stands_where_a_layer_was_is_managed_anew(monkeypatch):
         assert again(quantised, "0") == [], "nor a quantised one"
     tied = pair(bias=False)
     tied[1].weight = tied[0].weight
-    assert again(tied, "0") == [], "it is tied to what nobody let go"
+    assert again(tied, "0") == [], "it is tied to what was not let go"
     assert again(tied, "0", "1") == ["0", "1"]
 
 
 def test_a_module_that_holds_a_forward_is_managed_whatever_that_is(nothing_is_small):
-    """Whoever sets a forward aside and back again leaves the module's own in its dictionary."""
+    """Code that sets a forward aside and back again leaves the module's own in its dictionary."""
     model = nn.Sequential(Bare(4, 4), Bare(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     for own in (model[0], model[2]):
         own.forward = own.forward

@@ -114,7 +114,7 @@ def test_backward_runs_on_a_thread_of_the_device(device):
 
 
 def test_state_of_a_thread_that_backward_reads_is_found(device):
-    """Planted: the stream is kept per thread, by whoever computes forward."""
+    """Planted: the stream is kept per thread, by the thread that computes forward."""
     model, x = managed_linear(device)
     with attached(model, device) as manager:
         kept = threading.local()

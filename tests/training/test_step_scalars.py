@@ -134,7 +134,7 @@ def test_gradients_are_scaled_through_the_drop_in(device, overflows):
 
 @pytest.mark.parametrize("where", [0, 1, 2], ids=["first on the host", "on the device", "last"])
 def test_an_overflow_in_one_parameter_alone_skips_all(device, where):
-    """The one that overflows may lie on the host or on the device."""
+    """The one that overflows may be on the host or on the device."""
     managed = build()
     before = copy.deepcopy(managed).state_dict()
     with attached(managed, device):

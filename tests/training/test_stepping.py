@@ -161,7 +161,7 @@ def nothing_touches_masters(witness):
 @pytest.mark.parametrize("witness", [False, True], ids=["alone", "witness"])
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["nockpt", "reentrant", "ckpt"])
 def test_weights_stay_in_the_arena_over_rounds_and_steps(device, reentrant, witness, name):
-    """They come once, are stepped where they lie, and the next forward begins with them."""
+    """They come once, are stepped in place, and the next forward begins with them."""
     if witness and not device.startswith("cpu"):
         pytest.skip("torch's own device types see to it")
     managed = a_stack()
@@ -362,7 +362,7 @@ class FailsHalfWay(torch.optim.SGD):
 
 @pytest.mark.parametrize("fails_at", [1, 3])
 def test_a_copy_that_was_stepped_by_half_is_not_trusted(device, fails_at):
-    """What lies at home is stepped again, and nothing computes with the other."""
+    """The master at home is stepped again, and nothing computes with the copy."""
     managed = a_stack()
     resident = copy.deepcopy(managed).to(device)
     models = managed, resident

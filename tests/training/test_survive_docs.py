@@ -1,4 +1,4 @@
-"""The code of the pages on keeping a training alive, run as it stands on the simulated device."""
+"""The code of the pages on keeping a training alive, run unchanged on the simulated device."""
 
 from __future__ import annotations
 

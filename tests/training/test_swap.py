@@ -1,4 +1,4 @@
-"""What a managed module still is: its class by name, copies, casts, what lies beside masters."""
+"""What a managed module still is: its class by name, copies, casts, what is next to masters."""
 
 from __future__ import annotations
 
@@ -480,11 +480,11 @@ def test_a_layout_is_by_channels_where_no_other_name_fits(shape: tuple[int, ...]
         assert swap._format_of(flat) is torch.contiguous_format
 
 
-# ---- who is told of a change ----
+# ---- what is notified of a change ----
 
 
 class Heard:
-    """Stands before an attachment and notes which layers it is to let go."""
+    """Wraps an attachment and notes which layers it is to let go."""
 
     def __init__(self, attachment: Any) -> None:
         self._attachment = attachment
