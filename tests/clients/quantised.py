@@ -128,7 +128,7 @@ FORMATS = {
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a trainable low-rank one beside it."""
+    """A frozen layer with a trainable low-rank one next to it."""
 
     def __init__(self, make, features, out_features):
         super().__init__()

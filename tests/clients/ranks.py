@@ -160,12 +160,12 @@ def memory(rank, size, folder):
     assert len([p.sum() for p in model.parameters()]) > LAYERS  # each page is read by each rank
     dist.barrier()
     ours = mapping("Rss", "Pss")
-    dist.barrier()  # until then nobody may end
+    dist.barrier()  # until then no rank may end
     return {**ours, "nbytes": manager.attachment.pieces.share.nbytes}
 
 
 def peak(rank, size, folder):
-    """What all ranks take at the most while they fill from files: no rank has all of it beside."""
+    """What all ranks take at the most while they fill from files: no rank has a copy of its own."""
     pieces, piece = 8, 8 << 20  # of two layers each
     oracle_offload.model.masters.PIECE_BYTES = piece
     sys.modules["oracle_offload.model.locking"].RING_BYTES = 1 << 20
@@ -282,7 +282,7 @@ def one_fails(rank, size, folder):
 
 
 def waits(rank, size, folder):
-    """Nobody goes on before all have filled, may be written over, and have been written.
+    """No rank goes on before all have filled, may be written over, and have been written.
 
     The last rank comes late each time, once it knows that the first one waits for it.
     """
@@ -420,7 +420,7 @@ def one_fails_late(rank, size, folder):
 
 
 def ties(rank, size, folder):
-    """Weights that are one on a rank, and two on another, lie elsewhere there."""
+    """Weights that are one on a rank, and two on another, are stored elsewhere there."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     if rank == 0:
@@ -466,7 +466,7 @@ def merges(rank, size, folder):
 
 
 def check_stale(call):
-    """Weights that are half written are used by nobody, from the next forward on."""
+    """Weights that are half written are used by no rank, from the next forward on."""
     for _ in range(2):
         try:
             with torch.no_grad():
@@ -478,7 +478,7 @@ def check_stale(call):
 
 
 def half_written(rank, size, folder):
-    """An error of the rank that writes is told to all, and nobody goes on with what it left."""
+    """An error of the rank that writes reaches all, and no rank goes on with what it left."""
     model = Model()
     manager = attach(model)
     x = inputs(0, 0)
@@ -532,7 +532,7 @@ def quantised(rank, size, folder):
 
 
 def alone(rank, size, folder):
-    """DDP that was told nothing, a copy of the model, and a rank that detaches by itself."""
+    """DDP that was not prepared, a copy of the model, and a rank that detaches by itself."""
     model = Model()
     x = inputs(rank, 0)
     expected = model(x)
@@ -555,7 +555,7 @@ def alone(rank, size, folder):
 
 
 def early(rank, size, folder):
-    """What is wrong before anything is shared: all hear why at once, and nothing stays open."""
+    """What is wrong before anything is shared: all see why at once, and nothing stays open."""
 
     def opened():
         files = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
@@ -708,13 +708,13 @@ def local_rank(rank, size, folder):
 
 
 def uncounted(rank, size, folder):
-    """Nobody says how many ranks there are, and one of them does not come."""
+    """The environment does not say how many ranks there are, and one of them does not come."""
     del os.environ["LOCAL_WORLD_SIZE"]
     return one_is_late(rank, size, folder)
 
 
 def other_number(rank, size, folder):
-    """One rank was told that there are fewer on this machine."""
+    """The environment of one rank names fewer ranks on this machine."""
     if rank:
         os.environ.update(LOCAL_WORLD_SIZE=str(size + 1), WORLD_SIZE=str(size + 1))
         dist.get_world_size = lambda *group: size + 1
@@ -799,7 +799,7 @@ def writes(rank, size, folder):
 
 
 def in_place(rank, size, folder):
-    """Who writes past all calls ends at that line; the others keep their weights and hear of it."""
+    """A rank that writes past all calls ends there; the others keep their weights and see it."""
     model = Model()
     manager = attach(model)
     before = [p.clone() for p in frozen(model).values()]
@@ -913,7 +913,7 @@ def shown(rank, size, folder):
 
 
 def killed(rank, size, folder, victim, stage):
-    """One rank is killed as it comes to a stage; the others hear of it."""
+    """One rank is killed as it comes to a stage; the others see it."""
     exchange = host_ranks.LocalRanks.exchange
 
     def end(*args):
@@ -991,7 +991,7 @@ def left_segments():
             files = os.scandir(f"/proc/{pid}/fd")
             if has or any("memfd:oracle_offload" in os.readlink(file.path) for file in files):
                 group = os.getpgid(int(pid))
-                if group == os.getpgid(0):  # not those of other tests beside this one
+                if group == os.getpgid(0):  # not those of tests that run meanwhile
                     found.append(int(pid))
     return found
 

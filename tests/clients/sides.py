@@ -12,7 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-# Or that of --device: then the client makes its tensors there, and the resident model lies there.
+# Or that of --device: then the client makes its tensors there, and the resident model is there.
 DEVICE = "cpu"
 CORE = Path(__file__).resolve().parents[1] / "training"
 sys.path.append(str(CORE))  # equality.py and models.py

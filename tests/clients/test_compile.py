@@ -1,4 +1,4 @@
-"""torch.compile: what lies around managed layers is in graphs, which break at those layers only."""
+"""torch.compile: what is around managed layers is in graphs, which break at those layers only."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def forget(monkeypatch):
 
 
 def read(model, size):
-    """Call a language model whose table is trained: it stands for the input."""
+    """Call a language model whose table is trained, instead of an input."""
     table = model.get_input_embeddings().weight.requires_grad_()
     table.grad = None
     tokens = 7 + size
@@ -55,7 +55,7 @@ def of(family):
 
 CALLS = {  # of three sizes, but SDXL
     "Flux": lambda model, size: call_flux(model, 16 + 4 * size),
-    "Qwen-Image": lambda model, size: of("Qwen-Image")(  # of images each is compiled anew
+    "Qwen-Image": lambda model, size: of("Qwen-Image")(  # each size of an image is compiled again
         model, encoder_hidden_states=noise(1, 5 + size, 16)
     ),
     "Wan": lambda model, size: of("Wan")(model, (1, 4, 2 + size, 4, 4)),
@@ -184,7 +184,7 @@ def test_checkpoints_inside_the_graph_keep_order_bytes_and_bits(family):
 
 @families("Flux", "Qwen-Image", "Wan", "SDXL", "Llama")
 def test_inductor_rounds_otherwise_and_no_more(family, monkeypatch, tmp_path):
-    """It fuses what lies between the layers; measured were up to 1.5e-6 of a tensor's norm."""
+    """It fuses what is between the layers; measured were up to 1.5e-6 of a tensor's norm."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what it wrote before is no proof
     managed, resident = resident_pair(FAMILIES[family].make().requires_grad_(False))
     torch.manual_seed(1)

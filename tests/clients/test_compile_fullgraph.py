@@ -161,7 +161,7 @@ def uses(model, how, backend, steps=2):
     ],
 )
 def test_order_and_bytes_are_those_of_eager(name, checkpointing):
-    """A recompute stands directly before its backward, and what nothing comes of is used too."""
+    """A recompute is directly before its backward, and what nothing comes of is used too."""
     model = Model(checkpointing, unused=not checkpointing).requires_grad_(False)
     order, brought, _ = uses(model, "torch.compile", None)
     found, found_brought, _ = uses(model, "torch.compile", name)
@@ -178,7 +178,7 @@ PURE = {
 
 @in_turn("which,name", PURE, ("aot_eager", "inductor"))
 def test_an_operator_declared_pure_is_caught(which, name, monkeypatch):
-    """What the test above sees: a compiler drops a pure operator whose result nobody uses."""
+    """What the test above sees: a compiler drops a pure operator whose result is not used."""
     model = Model(unused=True).requires_grad_(False)
     order, *_ = uses(model, "torch.compile", None)
     impure, advance = PURE[which], traced.advance
@@ -349,7 +349,7 @@ def test_the_other_kinds(name, frozen):
 
 
 def test_the_other_kinds_under_inductor(monkeypatch, tmp_path):
-    """Which fuses what lies between with other roundings, in a resident model too."""
+    """Which fuses what is between them with other roundings, in a resident model too."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what it wrote before is no proof
     model = Mixed()
     model.even.requires_grad_(False)

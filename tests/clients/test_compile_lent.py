@@ -216,7 +216,7 @@ def test_backward_makes_a_call_once_more(checkpointing, eager, found, monkeypatc
 
 
 def test_an_operator_declared_pure_is_caught(monkeypatch):
-    """What the test above sees: a compiler drops a pure operator whose result nobody uses."""
+    """What the test above sees: a compiler drops a pure operator whose result is not used."""
 
     class Unused(nn.Module):
         def __init__(self):
@@ -238,7 +238,7 @@ def test_an_operator_declared_pure_is_caught(monkeypatch):
 
 
 def read_trained(model, length=7):
-    """Call a language model whose table is trained; it stands for the input."""
+    """Call a language model whose table is trained, instead of an input."""
     table = model.get_input_embeddings().weight.requires_grad_()
     table.grad = None
     return model(input_ids=torch.arange(2 * length).view(2, length) % 64)[0]
@@ -291,7 +291,7 @@ def test_experts_are_in_one_graph(implementation, train, name):
 @pytest.mark.slow  # half a minute of gcc; test_compile_families.py has experts under inductor
 @pytest.mark.usefixtures("experts_alone")
 def test_experts_under_inductor(monkeypatch, tmp_path):
-    """Not the bits of eager: what lies around the experts has other roundings."""
+    """Not the bits of eager: what is around the experts has other roundings."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     managed, resident = resident_pair(experts("grouped_mm", train=True))
     with attached(managed) as manager:
@@ -308,7 +308,7 @@ def test_experts_under_inductor(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("experts_alone")
 @pytest.mark.parametrize("family", ["gpt-oss", "DeepSeek-V3", "Nucleus-MoE-Image"])
 def test_experts_of_other_families_are_in_one_graph(family):
-    """With biases that stay resident, beside shared experts, and with sizes read as values."""
+    """With biases that stay resident, with shared experts, and with sizes read as values."""
     managed, resident = resident_pair(FAMILIES[family].make().requires_grad_(False))
     backend = Backend("aot_eager")
 
@@ -555,7 +555,7 @@ class Hidden(Several):
 
 
 class Nested(Several):
-    """Writes to what lies in a container of a container."""
+    """Writes to a list that is in a tuple of a dictionary."""
 
     def __init__(self):
         super().__init__()
@@ -677,7 +677,7 @@ def test_a_module_that_begins_to_train_breaks_the_graph(kind):
 
 
 def test_children_are_called_in_the_mode_of_forward():
-    """Also where only one below the module was told to train, and after forward."""
+    """Also where only one module below was set to train, and after forward."""
     managed, resident = resident_pair(nn.Sequential(Child()))
     x = torch.randn(4, WIDTH, requires_grad=True)
     with attached(managed) as manager:
@@ -775,7 +775,7 @@ def test_a_buffer_of_another_dtype_is_compiled_anew(name):
 
 
 class Form(Several):
-    """Returns otherwise once it is told to, which no compiler looks at."""
+    """Returns another form once `as_told` is set, which no compiler looks at."""
 
     as_told = staticmethod(lambda y: y)
 
@@ -912,7 +912,7 @@ class Adding(Several):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_gradient_has_the_memory_and_the_layout_of_its_own(transposed):
-    """The gradient that comes in is the input's as well; a compiler was told that it is another."""
+    """The gradient that comes in is the input's as well; compiled code expects another."""
     with attached(model := nn.Sequential(Adding())) as manager:
         leaf = leaves(manager)[0]
         x, grad = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
@@ -963,7 +963,7 @@ def test_autocast(train, name):
 
 
 class Turning(Several):
-    """Computes otherwise once it is told to, which no compiler looks at."""
+    """Computes otherwise once `turned` is filled, which no compiler looks at."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a compiler is told of a call: how it is written down, compared, copied and watched."""
+"""What a compiler is given of a call: how it is written down, compared, copied and watched."""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ def test_a_flag_that_makes_no_sense_is_usage(run, capsys, flags):
 
 
 def commands():
-    """Return the commands that stand at the heads of the examples, word by word."""
+    """Return the commands at the heads of the examples, word by word."""
     for example in (*EXAMPLES.values(), small_models):
         for line in example.__doc__.replace("\\\n", " ").splitlines():
             if line.startswith("    python "):

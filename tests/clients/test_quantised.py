@@ -153,7 +153,7 @@ def test_what_travels_is_the_quantised_bytes(name):
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("bitsandbytes")])
 def test_a_bias_that_bitsandbytes_casts_in_the_first_pass_costs_copies_there_alone(name):
-    """The first input decides its dtype; a layer that has been fetched by then is fetched anew."""
+    """The first input decides its dtype; a layer that has been fetched by then is fetched again."""
     model = model_of(name, torch.bfloat16, width=256, depth=2)
     assert model[0].up.base.bias.dtype is torch.float32
     with attached(model) as manager:

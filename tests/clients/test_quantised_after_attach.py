@@ -79,7 +79,7 @@ def test_its_masters_are_those_of_a_model_that_was_quantised_before(name, monkey
     assert found[1] == found[0]
 
 
-# quanto makes all layers anew, with the same weights, before it quantises the first.
+# quanto makes all layers again, with the same weights, before it quantises the first.
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("torchao")])
 def test_old_masters_go_while_the_model_is_quantised(name, monkeypatch):
     """Not after it: else a host must hold the model twice, as it was and quantised."""

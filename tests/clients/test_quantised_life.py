@@ -152,11 +152,11 @@ def test_dynamic_activations_compute_forward_and_give_the_input_what_the_residen
     with attached(managed) as manager:
         assert len(quantised_layers(manager)) == 6
         assert_models_agree(managed, resident, infer)
-        assert_models_agree(managed, resident, step)  # what flows beside the layers
+        assert_models_agree(managed, resident, step)  # what flows past the layers
 
 
 class Foreign(torch.Tensor):
-    """As a library's that nobody here knows."""
+    """As a library's that is not known here."""
 
 
 class Integers(nn.Module):
@@ -317,7 +317,7 @@ def test_a_layer_computes_with_whatever_stands_there_now(name, monkeypatch):
         manager.attachment.let_go(layer, "planted")
         base.to(sides.DEVICE)
         assert_same(layer.foreign(X.to(sides.DEVICE)), resident[0].up.base(X.to(sides.DEVICE)))
-        assert manager.attachment.traffic.computed_bytes == {"0.up.base": nbytes}, "it lies there"
+        assert manager.attachment.traffic.computed_bytes == {"0.up.base": nbytes}, "it is there"
 
 
 @pytest.mark.parametrize("written", ["weight", "bias"])

@@ -196,7 +196,7 @@ def test_weights_are_compared_by_their_values_whatever_they_are_seen_as(seen_as)
 
 @pytest.mark.parametrize("here", ["first", "other"])
 def test_a_process_of_another_user_is_no_rank(monkeypatch, here):
-    """Whoever knows the store may put another name there, or come to the first rank's."""
+    """Any process that knows the store may put another name there, or come to the first rank's."""
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     door = socket.socket(socket.AF_UNIX)
@@ -285,7 +285,7 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_group_allows
 
 
 def check_kill(row):
-    """The other ranks hear at once of one that was killed, and no segment is left."""
+    """The other ranks see at once that one was killed, and no segment is left."""
     *_, victim, stage = row["scenario"].split(":")
     assert row["seconds"] < 10
     killed_s = row["ranks"][int(victim)]["said"]
@@ -369,7 +369,7 @@ def test_each_launcher_shares_and_has_the_bits_of_resident_models(tmp_path, kind
 
 @pytest.mark.slow
 def test_two_agents_of_torchrun_train_as_the_page_says(tmp_path):
-    """Two on this machine, each with two ranks, for two machines: the example, as it stands."""
+    """Two on this machine, each with two ranks, for two machines: the example, unchanged."""
     small_models.write(tmp_path / "small")
     told = ["--model", tmp_path / "small/llama", "--data", tmp_path / "small/texts.jsonl"]
     told += ["--device", "cpu", "--steps", "4", "--output", tmp_path / "run"]
