@@ -21,7 +21,7 @@ ON = os.environ.get("CUDA_SIM", "1") != "0"
 
 if ON:
     os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")  # kernels in Triton: nothing runs them
-    # By these names whoever asks for them later finds them: torch, pynvml, an engine.
+    # Code that asks for these names later finds these libraries: torch, pynvml, an engine.
     for _name in ("libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1"):
         ctypes.CDLL(str(FOLDER / _name))
     # Without kernels for a card bitsandbytes and quanto compute by their own operators in plain

@@ -36,7 +36,7 @@ def run(*command: str | Path) -> str:
 
 
 def folder_of_torch() -> Path:
-    """Return where torch lies, without importing it."""
+    """Return the folder of torch, without importing it."""
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     return Path(run(VENV / "bin" / "python", "-c", where).strip()) / "torch"
 
@@ -120,7 +120,7 @@ def driver(torch: Path) -> Path:
 
 
 def runtime(torch: Path) -> Path:
-    """Compile runtime.cpp, and stubs for what torch imports beside it."""
+    """Compile runtime.cpp, and stubs for what else torch imports."""
     target = OUTPUT / "libcudart.so.13"
     made, script = OUTPUT / "runtime.o", OUTPUT / "runtime.map"
     run(

@@ -1,9 +1,9 @@
 /* driver.c - libcuda.so.1 without a GPU: the simulated driver, and the calls that PyTorch makes
- * beside those of the engine.
+ * in addition to those of the engine.
  *
  * The library is linked from csrc/sim and this file, so it holds a simulator of its own: what runs
  * on "cpu" in the same process uses another. It exports cu* calls alone, and an engine takes it for
- * a real driver: what its rows for the simulator would declare is seen by nobody. Tests reach the
+ * a real driver: what its rows for the simulator would declare is not seen. Tests reach the
  * simulator's control calls through `cuda_sim_control`.
  *
  * A call that is not here and not in csrc/sim fails by its name: see missing.py.
@@ -113,7 +113,7 @@ OOCUresult cuDevicePrimaryCtxGetState(OOCUdevice device, unsigned int *flags, in
     SIM_LEAVE;
 }
 
-/* Counts as a wait for a stream, and fails where one is told to. */
+/* Counts as a wait for a stream, and fails where such a wait is made to fail. */
 OOCUresult cuCtxSynchronize(void) {
     struct sim_clock known = {0};
     int device = 0;
@@ -142,7 +142,7 @@ out:
     return result;
 }
 
-/* Whoever wants to read the driver's log reads nothing: it writes none. */
+/* A callback for the driver's log is never called: this driver writes no log. */
 API OOCUresult cuLogsRegisterCallback(void *function, void *data, void **handle);
 OOCUresult cuLogsRegisterCallback(void *function, void *data, void **handle) {
     (void)function, (void)data;
@@ -405,7 +405,7 @@ static OOCUresult pool_write(OOCUstream handle, const struct block *block) {
     return OOCU_SUCCESS;
 }
 
-/* Give back to the device what nobody has; everything on it has ended. */
+/* Give the device the pool's free memory back; everything on it has ended. */
 OOCUresult cuda_sim_pool_trim(int device) {
     OOCUresult waited = cuCtxSynchronize();
     if (waited != OOCU_SUCCESS)

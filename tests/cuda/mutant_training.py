@@ -72,7 +72,7 @@ def judge(what: str) -> None:
 
 
 def fill(value: float) -> None:
-    """Write over what torch's allocator has free: the arena may lie there next, or has lain."""
+    """Write over what torch's allocator has free: the arena may be there next, or has been."""
     for exponent in range(10, 18):
         torch.empty(1 << exponent, device="cuda").fill_(value)
 
@@ -87,7 +87,7 @@ def train(trains: bool, options: dict[str, object], **how: bool) -> None:
     if len(manager.layers) != 8:
         raise RuntimeError(f"{len(manager.layers)} layers are managed, not 8")
     optimizers: list[torch.optim.Optimizer | None] = [None, None]
-    if how.get("stepped"):  # where the weights lie, on the card
+    if how.get("stepped"):  # where the weights are, on the card
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, resident)]
         stream_optimizer(optimizers[0])
     for index in range(3):

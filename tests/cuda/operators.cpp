@@ -36,7 +36,7 @@ using c10::IValue;
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
-// ---- kernels, as the simulated driver is told of them ----
+// ---- kernels, as they are declared to the simulated driver ----
 
 struct Range {
     uintptr_t address;
@@ -58,7 +58,7 @@ void declare(const std::vector<Range> &reads, const std::vector<Range> &writes) 
                                         reads.size(), writes.data(), writes.size(), seconds)));
 }
 
-// Everything from a tensor's first element to its last, what lies between them included.
+// Everything from a tensor's first element to its last, what is between them included.
 Range range_of(const Tensor &tensor) {
     if (!tensor.numel())
         return {0, 0};
@@ -102,7 +102,7 @@ struct Below {
                         DispatchKey::Functionalize, DispatchKey::PreDispatch})};
 };
 
-// Operators that take tensors of the host beside those of a card.
+// Operators that take tensors of the host together with those of a card.
 bool takes_both(const std::string &name) {
     static const std::set<std::string> some = {"aten::index",
                                                "aten::index_put_",
@@ -196,7 +196,7 @@ class Call {
     std::vector<std::pair<Tensor, Tensor>> may_grow_;
 };
 
-// The CPU's generator, seeded by where the card's stands, which moves on as a kernel moves it.
+// The CPU's generator, seeded by the state of the card's, which moves on as a kernel moves it.
 class Random {
   public:
     explicit Random(const std::optional<at::Generator> &given) {
@@ -223,7 +223,7 @@ class Random {
     Tensor before_;
 };
 
-// ---- the kernel that stands for all ----
+// ---- the kernel that replaces all others ----
 
 template <typename Change> void change_tensors(IValue &value, const Change &change) {
     if (value.isTensor()) {
@@ -251,7 +251,7 @@ void refuse_capture(const std::string &name) {
 void on_cpu(const OperatorHandle &op, DispatchKeySet /*keys*/, Stack *stack) {
     const auto &schema = op.schema();
     const Below below;
-    // The tensors of a list may lie here and there: torch's code for that takes them one by one.
+    // The tensors of a list may be on both: torch's code for that takes them one by one.
     if (schema.name().rfind("aten::_foreach_", 0) == 0) {
         op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
         return;

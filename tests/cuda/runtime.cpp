@@ -9,7 +9,7 @@
 // What PyTorch's libraries import and this file lacks is made by build.py: it fails by its name.
 //
 // PyTorch calls until the process has ended, after the destructors of threads and of most objects.
-// So nothing here has a destructor: words lie in arrays, tables are never freed. build.py looks.
+// So nothing here has a destructor: words are in arrays, tables are never freed. build.py looks.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -299,7 +299,7 @@ static int device_of(cudaMemPool_t pool) {
 }
 FORWARD(cudaMemPoolTrimTo, (cudaMemPool_t pool, size_t), cuda_sim_pool_trim(device_of(pool)))
 API cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr which, void *) {
-    // How long it keeps what is free, and peaks that begin anew.
+    // How long it keeps what is free, and the reset of peaks.
     static_cast<void>(which);
     return cudaSuccess;
 }
@@ -445,7 +445,7 @@ std::string name_of(const void *function) {
     const std::lock_guard<std::mutex> hold(kernels_lock);
     const auto found = kernels().find(function);
     if (found == kernels().end())
-        return "a kernel that nobody registered";
+        return "a kernel that was not registered";
     int status = 0;
     char *plain = abi::__cxa_demangle(found->second, nullptr, nullptr, &status);
     std::string name = plain ? plain : found->second;

@@ -148,7 +148,7 @@ def test_the_stream_of_another_card_is_a_race(plant, raced):
 
 
 def taken_off():
-    """Attach a model that lies on the card; whether its values arrived, and what was reported."""
+    """Attach a model that is on the card; whether its values arrived, and what was reported."""
     model = chain().cuda()
     expected = [p.detach().cpu().clone() for p in model.parameters()]
     for parameter in model.parameters():
