@@ -80,7 +80,7 @@ def qwen3_omni():
 
 
 def ace_step():
-    """The thinker of Qwen2.5-Omni, which hears."""
+    """The thinker of Qwen2.5-Omni, which takes sound."""
     from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import (
         Qwen2_5OmniThinkerConfig,
     )

@@ -99,7 +99,7 @@ def test_quantised_models_compute_as_without_offloading(kind, when):
         freeze(model[1])
         if when == "before attach":
             offloaded.attach(model, 12)
-        torch.manual_seed(1)  # new layers draw where the old ones lie
+        torch.manual_seed(1)  # new layers draw on the device of the old ones
         x = torch.randn(1, 8, 256, dtype=torch.bfloat16, requires_grad=True)
         found = []
         for _ in range(3):

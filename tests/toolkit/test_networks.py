@@ -118,7 +118,7 @@ def test_networks_on_convolutions(kind, when):
 
 
 def test_a_moving_average_of_an_offloaded_network():
-    """Its average copies the parameters, stands in their place for a preview, and goes again."""
+    """Its average copies the parameters, takes their place for a preview, and goes again."""
     from toolkit.ema import ExponentialMovingAverage
 
     def run(offloaded):
@@ -183,7 +183,7 @@ def test_several_networks_at_once():
 
 
 def test_full_rank_deltas():
-    """FullModule: its delta stands in the parameter's place during forward."""
+    """FullModule: its delta is in the parameter's place during forward."""
     from toolkit.lora_special import FullModule
 
     def run(offloaded):
