@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import torch
@@ -152,6 +153,8 @@ class Arena:
                 self._state.kind.release_cached()
                 self.lend(nbytes)
             except BaseException:
+                with contextlib.suppress(OffloadError):  # Ctrl-C may have come in the middle
+                    self._give_back_segments()
                 if self.capacity_bytes < before:
                     self.lend(before - self.capacity_bytes)
                 raise
@@ -160,11 +163,11 @@ class Arena:
         """Give back all of the arena; what fails is there still, and counts."""
         if self._added_lease is not None:
             self._give_back(self._added_lease, self._added)
-            self.capacity_bytes -= sum(segment.nbytes for segment in self._added)
+            self.capacity_bytes = sum(segment.nbytes for segment in self._lent)
             self._added_lease, self._added = None, []
         if self._lease is not None:
             self._give_back(self._lease, self._lent)
-            self.capacity_bytes -= sum(segment.nbytes for segment in self._lent)
+            self.capacity_bytes = 0
             self._lease, self._lent = None, []
 
     def _give_back(self, lease: int, lent: list[Segment]) -> None:

@@ -220,3 +220,19 @@ def test_an_interrupt_at_any_instruction_of_detach_lets_it_go_on_from_there():
         assert_same(train(managed, x), expected, f"after interrupt {number}")
         number += 11
     assert tried > 40
+
+
+def test_an_interrupt_while_an_arena_is_replaced_leaves_one_that_computes():
+    managed, x = build("linear")
+    expected = train(copy.deepcopy(managed), x)
+    names = {"_give_back_segments", "_give_back", "remove"}
+    with attached(managed, "cpu", offload_percent=1.0) as manager:
+        for number in range(1, 1000, 5):
+            share = (0.5, 1.0)[number % 2]
+            interrupt = Interrupt(number, CLOSERS, names)
+            with contextlib.suppress(KeyboardInterrupt):
+                interrupt.at_opcodes(lambda share=share: manager.set_budget(offload_percent=share))
+            assert_same(train(managed, x), expected, f"after interrupt {number}")
+            if interrupt.left > 0:
+                break
+        assert 50 < number < 900, number
