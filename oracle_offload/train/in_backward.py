@@ -224,9 +224,11 @@ class InBackward(Stepper):
         super()._send_home(optimizer, batch)
         batch.gradients.clear()
         self._count_writes(batch.parameters)
-        later = {unit for other in self._left if not other.is_home for unit in other.units}
-        for other in self._left:  # the stream waits for what those before this one have sent
-            for unit in other.units - later if other.is_home else ():
+        # The stream waits for what those have sent that are before the latest one before this.
+        n = max(0, sum(other.is_home for other in self._left) - 1)
+        later = {unit for other in self._left[n:] for unit in other.units}
+        for other in self._left[:n]:
+            for unit in other.units - later:
                 if self._rewritten.get(unit):
                     self._rewritten[unit] = 0
                     self._written.add(unit)

@@ -34,7 +34,7 @@ from ..errors import DriverError, OffloadError
 from ..layers.gradients import Gradients
 from .micro_batches.thread_state import Generators
 
-BATCH_BYTES = 256 << 20  # that are on the device at once: of one batch; there are three
+BATCH_BYTES = 192 << 20  # that are on the device at once: of one batch; there are four
 _TRIAL_STEPS = 3
 _TRIAL_TENSORS = 3  # of each group
 _TRIAL_SIDE = 8
@@ -528,6 +528,7 @@ class Stepper:
         # Copies home that are queued, and what they read, until the stream waits for them.
         self._open: list[tuple[int, Tensor | None]] = []
         self._joined = 0  # of those
+        self._sent = 0  # of those, by the batches before the latest
         self._is_home = False  # all of them have arrived
 
     def cover(self, optimizer: Any) -> None:
@@ -842,7 +843,7 @@ class Stepper:
     # ---- home ----
 
     def _send_home(self, optimizer: Any, batch: Batch) -> None:
-        before = len(self._open)
+        before, self._sent = self._sent, len(self._open)
         for parameter, there, known in batch.stepped or ():
             home = self._homes.get(id(parameter))
             if home is None:
@@ -857,7 +858,9 @@ class Stepper:
             for name, value in known.items():
                 state[name] = self._state_home(value, state.get(name), home)
         self._let_go(batch)
-        while self._joined < before:  # the next ones that come take the memory of those before
+        # The next ones that come take the memory of those before. What the latest batch has sent
+        # may be under way: backward makes gradients in bursts, which copies need not keep up with.
+        while self._joined < before:
             ticket, _ = self._open[self._joined]
             self.state.engine.trip_join(ticket, self.state.stream())
             self._open[self._joined] = ticket, None
@@ -936,7 +939,7 @@ class Stepper:
             self._is_home = True
         while self._open:
             self._end_last(self._open)
-        self._joined = 0
+        self._joined = self._sent = 0
         self._is_home = False
 
     def _end_last(self, trips: list[tuple[int, Any]]) -> None:

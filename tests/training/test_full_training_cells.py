@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,32 @@ def test_the_least_bytes_are_those_of_the_page():
     )
     there, home = full_training.least(m, s, c, 2, is_sent=True).sums()
     assert (there, home) == (5 * (m - c) + 2 * m + s, m + s + 2 * m)
+    assert full_training.least_early(m, s, c).sums() == (2 * (m - c) + s, m + s)
+
+
+def test_what_goes_home_is_made_first():
+    """Two units: the kernels until a gradient is made, and the link for it and those after it."""
+    visits = [full_training.Visit(unit, full_training.BACKWARD, 2.0) for unit in (1, 0)]
+    trace = types.SimpleNamespace(train=visits, unit_bytes=[6.0, 1.0])
+    made_s = full_training.made_s
+    assert made_s(trace, 1.0, 0.0, 1.0, 1.0) == 4.0 + 6.0
+    assert made_s(trace, 0.1, 0.0, 1.0, 1.0) == 4.0 + 0.6
+    trace.unit_bytes = [1.0, 6.0]
+    assert made_s(trace, 1.0, 0.0, 1.0, 1.0) == 2.0 + 7.0
+    assert made_s(trace, 1.0, 2.0, 1.0, 1.0, early=4.0) == 2.0 + 10.0
+
+
+def test_a_step_in_backward_is_near_its_bound():
+    run, on = full_training.run, full_training.ON
+    case = full_training.EARLY[-2]
+    assert case.early and case.model == "flux1"
+    row = run(case, on["4090"], 1.0, steps=2)
+    assert row["host_waits"] == 1, "one, where the backward ends"
+    assert row["kernels_s"] < row["bound_s"] < row["step_s"]
+    assert 1.0 <= row["time_ratio"] <= 1.1
+    assert 1.0 <= row["bytes_ratio"] <= full_training.BYTES_GOAL
+    weights, states = row["weights_bytes"], full_training.state_bytes(case, row["weights_bytes"])
+    assert row["host_bytes"] == pytest.approx(weights + states, rel=0.01), "no gradient is there"
 
 
 def test_a_step_is_near_the_bound_of_its_arena():
@@ -53,9 +80,11 @@ def test_a_step_is_near_the_bound_of_its_arena():
 
 def test_the_page_has_the_cells_that_are_run():
     page = full_training.PAGE.read_text(encoding="utf-8")
-    printed = page.partition(full_training.BEGIN)[2].partition(full_training.END)[0]
-    rows = [line for line in printed.splitlines() if line.startswith("|")][2:]
-    assert len(rows) == len(full_training.CASES) * len(full_training.ON)
-    for number, case in enumerate(full_training.CASES):
-        assert rows[number * len(full_training.ON)].startswith(f"| {full_training.name_of(case)} |")
-    assert f"row of {full_training.RIVAL_PART:,} tokens/s" in printed
+    for begin, cases in full_training.PARTS:
+        printed = page.partition(begin)[2].partition(full_training.END)[0]
+        rows = [line for line in printed.splitlines() if line.startswith("|")][2:]
+        assert len(rows) == len(cases) * len(full_training.ON)
+        for number, case in enumerate(cases):
+            first = rows[number * len(full_training.ON)]
+            assert first.startswith(f"| {full_training.name_of(case)} |")
+    assert f"row of {full_training.RIVAL_PART:,} tokens/s" in page
