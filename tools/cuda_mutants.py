@@ -2,15 +2,16 @@
 
     python tools/cuda_mutants.py           # every wait; exit 3 for an unseen one not listed
     python tools/cuda_mutants.py --list
-    python tools/cuda_mutants.py --only uses.c:20
+    python tools/cuda_mutants.py --only uses.c:20 --only oo__drop
     python tools/cuda_mutants.py --resume  # without those tried since a source last changed
 
 A wait is a call that tools/mutants.py would delete and whose name says that something is waited
 for. Each goes into an extension module of the package, by which tests/cuda/mutant_training.py
 trains: on torch's own streams, with torch's own allocator, the engine taking the driver for a real
 one. So what is seen here is seen without the engine's declarations to the simulator. The waits
-which that training does not need are listed in tests/cuda/unseen_waits.txt: tools/mutate.py tries
-those on the C programs. A list that names one that is seen is an error as well.
+which that training does not need are listed in tests/cuda/unseen_waits.txt, each by its place: its
+file, its function and its words: tools/mutate.py tries those on the C programs. A list that names
+one that is seen is an error as well.
 
 A training that does not end counts as seen: after ten times what the unchanged engine takes, and
 two minutes at least, so that a busy machine is no mutant's doing.
@@ -33,7 +34,7 @@ from pathlib import Path
 import c_build
 import cuda_check
 from c_build import ROOT, Build, BuildError
-from mutants import Mutant, all_mutants
+from mutants import Mutant, all_mutants, blank
 from mutate import FATBIN
 
 TRAINING = ROOT / "tests" / "cuda" / "mutant_training.py"
@@ -42,17 +43,34 @@ WAIT = re.compile(
     r"delete (cuStreamWaitEvent|cuStreamSynchronize|cuEventSynchronize|oo__synchronize|"
     r"oo__\w*await\w*|oo__order_after_\w+|oo__slot_wait|oo__feed_stop)"
 )
+FUNCTION = re.compile(r"^\w[\w *]*?(\w+)\(", re.MULTILINE)  # as clang-format begins it
 LIMIT_S, TIMES = 120.0, 10
 TRIED = ROOT / "out" / "cuda-mutants.json"  # what was seen of each, and of which sources
 
 
-def waits() -> list[Mutant]:
-    """Return the mutants that take a wait out."""
-    return [mutant for mutant in all_mutants() if WAIT.fullmatch(mutant.kind)]
+def waits() -> dict[str, Mutant]:
+    """Return the mutants that take a wait out, by a name that other lines do not change.
+
+    The second wait of the same words in a function has " | 2" at its end.
+    """
+    code = {path.name: blank(path.read_text()) for path in map(ROOT.joinpath, engine_sources())}
+    found: dict[str, Mutant] = {}
+    for mutant in all_mutants():
+        if WAIT.fullmatch(mutant.kind):
+            function = FUNCTION.findall(code[mutant.file], 0, mutant.begin)[-1]
+            place = f"{mutant.file} | {function} | {mutant.key.split(' | ', 2)[2]}"
+            nth = 1 + sum(known.startswith(place) for known in found)
+            found[place if nth == 1 else f"{place} | {nth}"] = mutant
+    return found
+
+
+def engine_sources() -> list[str]:
+    """Return the paths of the engine's C."""
+    return c_build.sources(c_build.ENGINE)
 
 
 def listed() -> set[str]:
-    """Return the keys of the waits that the training does not need."""
+    """Return the names of the waits that the training does not need."""
     lines = UNSEEN.read_text(encoding="utf-8").splitlines()
     return {line for line in lines if line and not line.startswith("#")}
 
@@ -62,8 +80,7 @@ class Trial:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        names = c_build.sources(c_build.ENGINE)
-        self.sources = {Path(name).name: (ROOT / name).read_text() for name in names}
+        self.sources = {Path(name).name: (ROOT / name).read_text() for name in engine_sources()}
         (folder / "fatbin.c").write_text(FATBIN)
         self.build = Build(c_build.optimised(), folder)
         made = self.build.engine(str(folder / "fatbin.c"))
@@ -153,27 +170,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Try the waits; 3 where what is seen is not what the list says."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--list", action="store_true", help="print the waits")
-    parser.add_argument("--only", action="append", default=[], help="file.c:line, or a part of it")
+    parser.add_argument("--only", action="append", default=[], help="a part of a name")
     parser.add_argument("--resume", action="store_true", help="leave out what has been tried")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     args = parser.parse_args(argv)
-    chosen = [m for m in waits() if not args.only or any(o in m.name for o in args.only)]
+    all_waits = waits()
+    chosen = {
+        place: mutant
+        for place, mutant in all_waits.items()
+        if not args.only or any(part in mutant.name or part in place for part in args.only)
+    }
     if args.list:
-        print("\n".join(mutant.name for mutant in chosen))
+        print("\n".join(f"{mutant.name}: {place}" for place, mutant in chosen.items()))
         return 0
-    gone = sorted(listed() - {mutant.key for mutant in waits()})
+    unseen = listed()
+    gone = sorted(unseen - set(all_waits))
     if gone:
         raise SystemExit("\n".join([f"{UNSEEN.name} lists what is no wait:", *gone]))
     cuda_check.continue_in_environment()
-    by_key: dict[str, list[bool]] = {}  # whether each wait of the same words was seen
+    seen: dict[str, bool] = {}
     sources = digest()
     known = tried(sources) if args.resume else {}
     TRIED.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         trial = Trial(Path(name))
         trial.begin()
-        for mutant in chosen:
-            place = f"{mutant.file}:{mutant.begin}"
+        for place, mutant in chosen.items():
             try:
                 said = known[place] if place in known else trial.of(mutant)
             except BuildError:
@@ -181,15 +203,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             known[place] = said
             TRIED.write_text(json.dumps({"sources": sources, "seen": known}), encoding="utf-8")
-            by_key.setdefault(mutant.key, []).append(bool(said))
+            seen[place] = bool(said)
             print(f"{mutant.name}: {said or 'not seen'}", flush=True)
-    compiled, seen = sum(map(len, by_key.values())), sum(map(sum, by_key.values()))
-    print(f"{seen} of {compiled} waits are missed when they are not there")
-    wrong = [key for key, found in by_key.items() if all(found) == (key in listed())]
-    for key in wrong:
-        print(f"{'seen, though listed' if key in listed() else 'not seen'}: {key}")
+    print(f"{sum(seen.values())} of {len(seen)} waits are missed when they are not there")
+    wrong = [place for place, found in seen.items() if found == (place in unseen)]
+    for place in wrong:
+        print(f"{'seen, though listed' if place in unseen else 'not seen'}: {place}")
     if args.output:
-        figures = {"schema": "oracle_offload/mutation/1", "tried": compiled, "killed": seen}
+        figures = {
+            "schema": "oracle_offload/mutation/1",
+            "tried": len(seen),
+            "killed": sum(seen.values()),
+        }
         args.output.write_text(json.dumps(figures) + "\n", encoding="utf-8")
     return 3 if wrong else 0
 

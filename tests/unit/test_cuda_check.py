@@ -10,6 +10,7 @@ from pathlib import Path
 import common
 import cuda_check
 import cuda_mutants
+import mutants
 import pytest
 from cuda_check import Part
 
@@ -130,9 +131,28 @@ def test_what_a_card_measures_is_small_where_processors_compute(
         assert common.is_small("cuda") and not common.is_simulated("cuda")
 
 
-def test_the_list_of_unseen_waits_names_waits_and_not_all_of_them() -> None:
-    waits = {mutant.key for mutant in cuda_mutants.waits()}
-    assert cuda_mutants.listed() < waits
+def test_each_unseen_wait_is_one_place_of_the_engine() -> None:
+    waits = cuda_mutants.waits()
+    assert len({(mutant.file, mutant.begin) for mutant in waits.values()}) == len(waits)
+    assert cuda_mutants.listed() < set(waits)
+
+
+def test_a_wait_keeps_its_name_when_other_lines_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names its function, and which of the same words there it is."""
+    path = tmp_path / "uses.c"
+    monkeypatch.setattr(cuda_mutants, "engine_sources", lambda: [str(path)])
+    monkeypatch.setattr(cuda_mutants, "all_mutants", lambda: list(mutants.mutants_of(path)))
+    wait = "    oo__await_reads(engine);\n"
+    for more in ("", "static int other(int x)\n{\n    return x;\n}\n\n"):
+        body = f"void one(int *engine)\n{{\n{wait}    more();\n{wait}}}\n\n"
+        path.write_text(f"{more}{body}void two(int *engine)\n{{\n{wait}}}\n")
+        assert list(cuda_mutants.waits()) == [
+            "uses.c | one | oo__await_reads(engine)",
+            "uses.c | one | oo__await_reads(engine) | 2",
+            "uses.c | two | oo__await_reads(engine)",
+        ]
 
 
 def test_what_was_tried_of_a_wait_counts_while_no_source_changes(
