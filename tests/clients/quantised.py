@@ -25,7 +25,7 @@ def quantised_layers(manager):
 
 
 def on_device(model):
-    """Move a model. Only a layer's own `to` takes along what bitsandbytes keeps beside a weight."""
+    """Move a model. Only a layer's own `to` takes along what bitsandbytes keeps of a weight."""
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear8bitLt):
             if module.weight.CB is not None:

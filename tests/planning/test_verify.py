@@ -409,9 +409,9 @@ def test_why_rows_are_not_compared() -> None:
     without = total.verify(oracle_offload.observe.Recording({"devices": []}, []))
     assert without.device == "" and "recorded on no device" in without.sentence()
 
-    unknown = replace(found, speed=Speed(why="nobody knows"), step=Step(why="it was not measured"))
+    unknown = replace(found, speed=Speed(why="not known"), step=Step(why="it was not measured"))
     said = why(unknown, *steps)
-    assert said["to the device, a step"] == said["time of a step"] == "nobody knows"
+    assert said["to the device, a step"] == said["time of a step"] == "not known"
     assert said["to the host, a step"] == said["kept on the device"] == ""
     for name in ("most on the device", "activations"):
         assert said[name] == "activations are unknown: it was not measured"

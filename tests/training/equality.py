@@ -163,12 +163,12 @@ def _try(resident: nn.Module, step: Callable[[nn.Module], Sequence[Tensor]]) -> 
     """Take a step that leaves nothing: with a copy of the model, where there is such a thing."""
     parameters = list(resident.parameters())
     if any(type(p) is not nn.Parameter for p in parameters):
-        # Of a library: quanto's cannot be copied, and a copy of bitsandbytes' lies on the host.
+        # Of a library: quanto's cannot be copied, and a copy of bitsandbytes' is on the host.
         step(resident)
         for parameter in parameters:
             parameter.grad = None
         return
-    # What a hook computes anew before each forward is copied by nobody.
+    # What a hook computes again before each forward is not copied.
     attributes = [value for module in resident.modules() for value in vars(module).values()]
     computed = [v for v in attributes if isinstance(v, Tensor) and not v.is_leaf]
     step(copy.deepcopy(resident, {id(value): value for value in computed}))

@@ -238,7 +238,7 @@ class ByWeight:
         return y + self.org_forward(x) if self.calls else y
 
 
-@pytest.mark.parametrize("calls", [True, False], ids=["beside the layer", "in its place"])
+@pytest.mark.parametrize("calls", [True, False], ids=["next to the layer", "in its place"])
 @pytest.mark.parametrize("kind", ["linear", "conv"])
 def test_an_adapter_may_compute_with_the_weight_of_its_layer(kind, calls, device):
     def train(attach):

@@ -177,7 +177,7 @@ LOST = {
         lambda m: m._parameters.update(bias=integers()[0].requires_grad_(False)),
         *(False, True, ""),
     ),
-    "a tensor that nobody else holds": (  # a hook may compute one for a while
+    "a tensor that no other code holds": (  # a hook may compute one for a while
         lambda m: m._parameters.update(weight=torch.ones(8, 8)),
         *(False, True, ""),
     ),

@@ -107,7 +107,7 @@ def test_a_kept_use_is_a_tensor_of_bytes_in_the_slot_and_ends_with_it() -> None:
     life.close()
 
 
-@pytest.mark.parametrize("taken", [False, True], ids=["nobody took it", "taken"])
+@pytest.mark.parametrize("taken", [False, True], ids=["not taken", "taken"])
 def test_a_mapping_is_a_tensor_of_the_masters_and_ends_with_it(taken: bool) -> None:
     life = Life()
     member = next(iter(life.tensors))

@@ -103,7 +103,7 @@ FILES: list[tuple[str, str, dict[str, str], str]] = [
         MemAvailable=GIB, HugePages_Free=16385, Hugepagesize=2 * MIB)}, "bad"),
     (SWAP, "none in 64 GiB", {"proc/meminfo": meminfo(MemTotal=64 * GIB)}, "ok"),
     (SWAP, "none in less", {"proc/meminfo": meminfo(MemTotal=64 * GIB - 1024)}, "warn"),
-    (SWAP, "none in nobody knows what", {"proc/meminfo": "SwapTotal: 0 kB\n"}, "ok"),
+    (SWAP, "none in an unknown total", {"proc/meminfo": "SwapTotal: 0 kB\n"}, "ok"),
     (SWAP, "half used", {"proc/meminfo": meminfo(SwapTotal=8 * GIB, SwapFree=4 * GIB)}, "ok"),
     (SWAP, "more than half used",
      {"proc/meminfo": meminfo(SwapTotal=8 * GIB, SwapFree=4 * GIB - 1024)}, "warn"),
@@ -125,7 +125,7 @@ FILES: list[tuple[str, str, dict[str, str], str]] = [
     (LOCKED, "half of the memory with RDMA", {**limits(str(64 * GIB)), **RDMA}, "ok"),
     (LOCKED, "less than half with RDMA", {**limits(str(64 * GIB - 1)), **RDMA}, "bad"),
     (LOCKED, "less than half without", limits(str(64 * GIB - 1)), "ok"),
-    (LOCKED, "with RDMA in nobody knows what",
+    (LOCKED, "with RDMA in an unknown total",
      {**limits(str(64 * GIB)), **RDMA, "proc/meminfo": ""}, "bad"),
     (LOCKED, "none with RDMA", {**limits("unlimited"), **RDMA}, "ok"),
     (LOCKED, "no size", limits("-5"), "unknown"),
@@ -169,7 +169,7 @@ FILES: list[tuple[str, str, dict[str, str], str]] = [
     (SHM, "what docker gives", mounted("rw,size=65536k"), "bad"),
     (SHM, "no limit of its own", mounted("rw,size=0"), "ok"),
     (SHM, "half the memory", mounted("rw"), "ok"),
-    (SHM, "half of nobody knows what", {**mounted("rw"), "proc/meminfo": ""}, "bad"),
+    (SHM, "half of an unknown total", {**mounted("rw"), "proc/meminfo": ""}, "bad"),
     (SHM, "not mounted", {"proc/self/mounts": "proc /proc proc rw 0 0\n/dev/shm\n"}, "bad"),
     (SHM, "not to be seen", {}, "unknown"),
 ]  # fmt: skip
@@ -398,7 +398,7 @@ SLOT = {
         (LINK, "by its files, no speed", {PCI + "current_link_speed": "Unknown"}, "unknown"),
         (LINK, "by its files, empty", {PCI + "current_link_speed": " "}, "unknown"),
         (LINK, "by its files, best lanes unknown", {PCI + "max_link_width": "0"}, "unknown"),
-        (LINK, "beside devices that do not tell what they are", {
+        (LINK, "next to unknown devices", {
             "sys/bus/pci/devices/0000:02:00.0/class": "0x030000",
             "sys/bus/pci/devices/0000:03:00.0/vendor": "0x10de"}, "unknown"),
         (LINK, "of a sound card", {PCI + "class": "0x040300"}, "unknown"),
@@ -426,7 +426,7 @@ def test_a_driver_that_answers_is_named_with_its_cards(tmp_path: Path) -> None:
     view = GpuView(cards, driver_version="580.65.06", cuda_version=(13, 0))
     found = CHECKS["driver"](machine(tmp_path, {}, gpus=view))
     assert_found(found, "two cards", "ok")
-    view = GpuView(driver_version="580.65.06", why="nobody may ask")
+    view = GpuView(driver_version="580.65.06", why="access is refused")
     assert_found(CHECKS["driver"](machine(tmp_path, {}, gpus=view)), "no cards listed", "ok")
 
 

@@ -133,7 +133,7 @@ CARDS: list[tuple[str, dict[str, int], str, str]] = [
      {"others": 2 * GiB, "asked": 2 * GiB + GiB // 4}, "other_process", "medium"),
     ("others and what is free do not",
      {"others": 2 * GiB, "asked": 2 * GiB + GiB // 4 + 1}, "too_big", "high"),
-    ("others, and nobody knows what is free",
+    ("others, and it is not known what is free",
      {"others": 6 * GiB, "free": (1 << 64) - 1}, "other_process", "high"),
     ("half of it outside, where every process is listed",
      {"mine": 12 * GiB, "allocated": 11 * GiB}, "too_big", "high"),

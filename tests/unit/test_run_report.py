@@ -121,7 +121,7 @@ LATER = {
     "hit_share": 0.5,
 }  # fmt: skip
 SERIES = {"loss": [(1, 4.0), (2, 3.0)], "bytes to the device": []}
-BEFORE = RunReport("run <1>", "recording", NUMBERS, SERIES, "<p>besides</p>\n", Cause())
+BEFORE = RunReport("run <1>", "recording", NUMBERS, SERIES, "<p>also</p>\n", Cause())
 AFTER = RunReport("run\x1b[2J 2", "metrics", LATER, {})
 
 
