@@ -760,6 +760,8 @@ class Stepper:
         """Whether a state is a number that the optimizer has on the host."""
         if not (_is_plain(value) and value.dim() == 0 and value.device.type == "cpu"):
             return False
+        if value.is_floating_point() and value.element_size() < 4:
+            return False  # cast by a load, which brings a resident Parameter's to the device
         known = self._counters.get(id(parameter))
         return id(parameter) not in self._fused if known is None else name in known
 

@@ -471,6 +471,31 @@ def test_states_load_in_plain_torch_and_back_in_place(device):
         torch.save(optimizers[0].state_dict(), io.BytesIO())
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["a new one", "the same"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_numbers_of_a_state_are_where_a_load_puts_the_residents(device, dtype, again):
+    """Torch casts all but the step to the Parameter's type, and brings them to its device."""
+    managed, resident = (model.to(dtype) for model in build(device, None)[:2])
+    with attached(managed, device):
+        models = managed, resident
+        optimizers = [OPTIMIZERS["nadam"](list(model.parameters())) for model in models]
+        stream_optimizer(optimizers[0])
+        for number in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                torch.manual_seed(number)
+                x = torch.randn(4, 32).to(device, dtype).requires_grad_()
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_alike(models, optimizers)
+            saved = [cloned(optimizer.state_dict()) for optimizer in optimizers]
+            if not again:
+                optimizers = [OPTIMIZERS["nadam"](list(model.parameters())) for model in models]
+                stream_optimizer(optimizers[0])
+            for optimizer, state in zip(optimizers, saved, strict=True):
+                optimizer.load_state_dict(state)
+
+
 def views_of(saved):
     """A dict of states with other tensors in the same memory."""
     return {
