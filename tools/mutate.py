@@ -21,9 +21,10 @@ Before all that a mutant meets the one test that is remembered as its killer
 takes the way above: what is remembered decides how long the gate takes, and never what it says.
 
 --near is what continuous integration runs, and `make proof` all: the mutants within NEAR_LINES of a
-line that changed, those whose remembered killer is a program that changed, and of the others those
-NEAR_SAMPLE whose keys' digest comes first. A change is what the working tree has since HEAD left
-the main branch, or on that branch itself since NEAR_COMMITS commits ago.
+line of code that changed, and those whose remembered killer is a program that changed, NEAR_MOST in
+all; and of the others NEAR_SAMPLE, those whose keys' digest comes first. A change is what the
+working tree has since HEAD left the main branch, or on that branch itself since NEAR_COMMITS
+commits ago.
 
 A mutant that does not compile is none, nor is one whose object code (-O2, no debug information)
 equals the original's or another mutant's. Survivors that cannot change behaviour are listed with
@@ -33,6 +34,7 @@ the proof in tests/mutation/equivalent.toml; a proof without its survivor is an 
 from __future__ import annotations
 
 import argparse
+import difflib
 import hashlib
 import json
 import os
@@ -68,7 +70,7 @@ TIMEOUT_S = 10.0
 SLOW_TIMEOUT_S = 120.0  # of the two that only survivors of the rest meet
 SURVIVORS_ALLOWED = 0.03
 FAULT_STRIDE = 6  # of the sample of faults every sixth: the sweep is a test of its own
-NEAR_LINES, NEAR_COMMITS, NEAR_SAMPLE = 3, 10, 60
+NEAR_LINES, NEAR_COMMITS, NEAR_MOST, NEAR_SAMPLE = 3, 10, 200, 60
 ADDRESS_SPACE_KIB = 8 << 20  # a mutant that allocates without end
 # A header without kernels, so that loading it can be tested: the simulated driver asks no more.
 FATBIN = """#include "fatbin.h"
@@ -355,28 +357,50 @@ def begin_of_change(root: Path = ROOT) -> str:
     return "" if earlier.count("\n") < 1 else earlier.split("\n")[-1]
 
 
+_COMMENT_OR_TEXT = re.compile(
+    r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'", re.DOTALL
+)
+
+
+def code_lines(text: str) -> list[str]:
+    """Return the lines of a C source without its comments; a line of a comment is empty."""
+
+    def without(found: re.Match[str]) -> str:
+        return "\n" * found[0].count("\n") if found[0].startswith("/") else found[0]
+
+    return [" ".join(line.split()) for line in _COMMENT_OR_TEXT.sub(without, text).split("\n")]
+
+
 def changed_lines(since: str, root: Path = ROOT) -> dict[str, set[int]]:
     """Return the lines, and those about them, that the working tree has otherwise, by file name.
 
-    Of C sources alone; where lines are gone, those around the place.
+    Of C sources alone, and of their code; where lines are gone, those around the place.
     """
     found: dict[str, set[int]] = {}
-    difference = git("diff", "--unified=0", since, "--", "csrc", "tests/c", root=root)
-    name = ""
-    for row in difference.splitlines() if since else ():
-        if row.startswith("+++ "):
-            name = row.rpartition("/")[2]
-        elif hunk := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", row):
-            first, count = int(hunk[1]), int(hunk[2] or 1)
-            around = range(first - NEAR_LINES, first + max(count, 1) + NEAR_LINES)
-            found.setdefault(name, set()).update(around)
+    names = git("diff", "--name-only", since, "--", "csrc", "tests/c", root=root) if since else ""
+    for name in names.split("\n"):
+        path = root / name
+        if not name or not path.is_file():
+            continue
+        before, now = (
+            code_lines(git("show", f"{since}:{name}", root=root)),
+            code_lines(path.read_text(encoding="utf-8")),
+        )
+        matcher = difflib.SequenceMatcher(None, before, now, autojunk=False)
+        for kind, a, b, first, end in matcher.get_opcodes():
+            if kind != "equal" and any([*before[a:b], *now[first:end]]):
+                around = range(first + 1 - NEAR_LINES, max(end, first + 1) + 1 + NEAR_LINES)
+                found.setdefault(path.name, set()).update(around)
     return found
 
 
 def near(
     mutants: Sequence[Mutant], lines: Mapping[str, set[int]], killers: Mapping[str, str]
 ) -> list[Mutant]:
-    """Return the mutants that a change of these lines may concern, and a sample of the others."""
+    """Return the mutants that a change of these lines may concern, and a sample of the others.
+
+    Of more than NEAR_MOST those whose keys' digest comes first: `make proof` tries all.
+    """
 
     def concerned(mutant: Mutant) -> bool:
         program = re.split(r"::| under ", killers.get(mutant.key, ""))[0]
@@ -385,8 +409,9 @@ def near(
     def digest(mutant: Mutant) -> bytes:
         return hashlib.sha256(mutant.key.encode()).digest()
 
-    chosen = {mutant for mutant in mutants if concerned(mutant)}
-    others = sorted((mutant for mutant in mutants if mutant not in chosen), key=digest)
+    close = [mutant for mutant in mutants if concerned(mutant)]
+    chosen = set(sorted(close, key=digest)[:NEAR_MOST])
+    others = sorted({*mutants} - {*close}, key=digest)
     chosen.update(others[:NEAR_SAMPLE])
     return [mutant for mutant in mutants if mutant in chosen]
 

@@ -55,6 +55,16 @@ def test_lines_that_changed_are_those_of_the_working_tree(repository: Path) -> N
     assert mutate.changed_lines("", repository) == {}
 
 
+def test_a_change_of_comments_alone_is_none(repository: Path) -> None:
+    before = 'int a; /* one\n * two */\nchar *s = "/* no comment */"; // three\nint b;\n'
+    since = commit(repository, before, "first")
+    after = 'int a;\n/* another, of\n * more\n * lines */\nchar *s = "/* no comment */";\nint b;\n'
+    (repository / "csrc/plan.c").write_text(after)
+    assert mutate.changed_lines(since, repository) == {}
+    (repository / "csrc/plan.c").write_text(after.replace("no comment", "a text"))
+    assert 5 in mutate.changed_lines(since, repository)["plan.c"]
+
+
 def test_mutants_of_the_lines_and_of_the_programs_that_changed_are_tried_and_a_sample() -> None:
     many = [mutant("plan.c", line, f"call {line}") for line in range(1, 200)]
     killers = {many[150].key: "test_plan::test_a", many[151].key: "test_copies"}
@@ -65,6 +75,13 @@ def test_mutants_of_the_lines_and_of_the_programs_that_changed_are_tried_and_a_s
     assert len(found) == mutate.NEAR_SAMPLE + 3
     assert found == sorted(found, key=lambda one: one.line)
     assert mutate.near(many[:100], {}, {})[0] in many  # fewer than there are in all
+
+
+def test_of_very_many_some_are_tried() -> None:
+    many = [mutant("plan.c", line, f"call {line}") for line in range(1, 500)]
+    found = mutate.near(many, {"plan.c": {*range(400)}}, {})
+    assert sum(one.line < 400 for one in found) == mutate.NEAR_MOST
+    assert sum(one.line >= 400 for one in found) == mutate.NEAR_SAMPLE
 
 
 def test_the_sample_is_of_many_files() -> None:
