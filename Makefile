@@ -143,7 +143,7 @@ MIRROR ?=
 
 cuda-build: .venv-cuda/installed
 	$(cuda_py) setup.py --quiet build_ext --inplace
-	$(cuda_py) tests/cuda/build.py .venv-cuda
+	$(cuda_py) tests/cuda/build_driver.py .venv-cuda
 
 build: $(call ready,test)
 	"$(PY)" setup.py --quiet build_ext --inplace
@@ -261,7 +261,7 @@ conformance: $(call ready,test)
 TOOLKIT ?= .venv-aitoolkit/source
 aitoolkit-environment: .venv-aitoolkit/installed $(filter .venv-aitoolkit/source/run.py,$(TOOLKIT)/run.py)
 	$(aitoolkit_py) setup.py --quiet build_ext --inplace
-	$(aitoolkit_py) tests/cuda/build.py .venv-aitoolkit
+	$(aitoolkit_py) tests/cuda/build_driver.py .venv-aitoolkit
 
 # On the simulated driver under CPU tensors; over PyTorch's CUDA build it is a part of cuda-check.
 aitoolkit-check: aitoolkit-environment

@@ -3,8 +3,8 @@
 Of .venv-aitoolkit, too: each has a build of its own.
 
 A .pth file imports this module when Python starts, and torch calls `after_torch` at the end of its
-own import (its entry points "torch.backends"); build.py writes both. ``CUDA_SIM=0`` leaves all of
-it out: then torch finds no CUDA driver. ``CUDA_SIM_DEVICES=2`` has two cards.
+own import (its entry points "torch.backends"); build_driver.py writes both. ``CUDA_SIM=0`` leaves
+all of it out: then torch finds no CUDA driver. ``CUDA_SIM_DEVICES=2`` has two cards.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@
 // compute comes from operators.cpp. A kernel that is launched all the same is an error that names
 // it, but for torch.cuda._sleep's, which writes nothing.
 //
-// What PyTorch's libraries import and this file lacks is made by build.py: it fails by its name.
+// What PyTorch's libraries import and this file lacks is made by build_driver.py: it fails by name.
 //
 // PyTorch calls until the process has ended, after the destructors of threads and of most objects.
-// So nothing here has a destructor: words are in arrays, tables are never freed. build.py looks.
+// So nothing here has a destructor: words are in arrays, tables are never freed. build_driver.py
+// looks.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 

@@ -1,7 +1,7 @@
 """Build what `make cuda-check` runs on, and have a virtual environment load it.
 
-    python tests/cuda/build.py .venv-cuda         # makes build/cuda
-    python tests/cuda/build.py .venv-aitoolkit    # build/aitoolkit, for the torch that is there
+    python tests/cuda/build_driver.py .venv-cuda         # makes build/cuda
+    python tests/cuda/build_driver.py .venv-aitoolkit    # build/aitoolkit, for its torch
 
 Needs gcc, g++ and the headers of the CUDA toolkit, which come with nvcc or with the wheels
 nvidia-cuda-runtime, that PyTorch's CUDA build brings, and nvidia-cuda-crt.
@@ -78,7 +78,7 @@ def stubs(names: list[str], target: Path, fails: str) -> None:
         for name in names
     ]
     target.write_text(
-        "/* Made by tests/cuda/build.py. */\n"
+        "/* Made by tests/cuda/build_driver.py. */\n"
         "#include <stdio.h>\n"
         "int cuda_sim_missing(const char *name);\n" + "".join(lines),
         encoding="utf-8",
