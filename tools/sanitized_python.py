@@ -30,7 +30,7 @@ import c_build
 from c_build import ROOT
 
 FOLDER = ROOT / "build" / "sanitized"
-FOLDERS = ("benchmarks", "csrc", "docs", "examples", "oracle_offload", "tests", "tools")
+FOLDERS = (".ci", "benchmarks", "csrc", "docs", "examples", "oracle_offload", "tests", "tools")
 PATTERNS = ("*.py", "*.toml", "*.md", "*.in", "LICENSE", "Makefile")
 SANITIZERS = ("address", "undefined")
 # They import torch, or run a compiler, pip, a notebook or a child with torch: minutes, and none of
