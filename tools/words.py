@@ -83,7 +83,7 @@ def places(path: Path) -> Iterator[tuple[int, str]]:
     for line, text in prose(path, path.read_text(encoding="utf-8")):
         plain = _CODE.sub(lambda found: re.sub(r"[^\n]", "`", found[0]), text)
         for found in _DIALECT.finditer(plain):
-            if found[0].strip("'\"") and text.strip("'\"") != found[0]:  # a name or key alone
+            if text.strip("'\"") != found[0]:  # a name or key alone
                 yield line + plain.count("\n", 0, found.start()), found[0]
 
 

@@ -33,6 +33,8 @@
  *     coded       of a master: in fewer bytes, without loss; kernels decode it on the device
  *     staging     device memory that coded weights pass through on their way into the arena
  *     use         the time between an acquire and its release; its ticket names it
+ *     kept        of a use: not ended, so that its copy stays until later work has been queued
+ *     lent        of device memory: in the place of a master while a use lasts
  *     mapping     a use of masters in host memory, by kernels that read some of their bytes over
  *                 the link
  *     stamp       a number that changes when a master is rewritten
