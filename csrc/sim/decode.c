@@ -7,7 +7,7 @@
 
 #include <string.h>
 
-enum { LANES = 32, BLOCK = 1024, HEADER = 64, TAIL_WORDS = 192 };
+enum { LANES = 32, BLOCK = 1024, HEADER = 64, TAIL_WORDS = 192, MOST_LOW_BITS = 8 };
 
 static uint32_t word_at(const unsigned char *bytes, size_t index) {
     uint32_t word;
@@ -38,33 +38,34 @@ size_t sim__decode_writes(const struct sim_decode *work) {
 
 /* A block while it is decoded. */
 struct block {
-    const unsigned char *fixed, *planes, *tail;
-    size_t tail_bits;
-    size_t n_second, n_third;           /* weights that are sent on, and again */
-    size_t at_second, at_third, at_raw; /* those before the one at hand */
+    const unsigned char *low;                  /* of weights of two bytes: one byte of each */
+    uint32_t first[2][LANES];                  /* the codes' planes */
+    uint32_t low_planes[MOST_LOW_BITS][LANES]; /* of weights of one byte */
+    uint32_t tail[TAIL_WORDS];                 /* zeros where it has ended */
+    size_t n_second, n_third;                  /* weights that are sent on, and again */
+    size_t at_second, at_third, at_raw;        /* those before the one at hand */
 };
+
+static unsigned tail_bit(const struct block *block, size_t at) {
+    return at < (size_t)32 * TAIL_WORDS ? block->tail[at / 32] >> at % 32 & 1 : 0;
+}
 
 /* `count` bits of the tail from `from` on, the first one lowest. */
 static unsigned tail_bits(const struct block *block, size_t from, unsigned count) {
     unsigned bits = 0;
     for (unsigned i = 0; i < count; i++)
-        if (from + i < block->tail_bits)
-            bits |= ((unsigned)block->tail[(from + i) / 8] >> (from + i) % 8 & 1u) << i;
+        bits |= tail_bit(block, from + i) << i;
     return bits;
 }
 
-static unsigned plane_bit(const unsigned char *planes, unsigned lane, unsigned bit) {
-    return word_at(planes, lane) >> bit & 1;
-}
-
 static unsigned second_code(const struct block *block, size_t at) {
-    return tail_bits(block, at, 1) | tail_bits(block, block->n_second + at, 1) << 1;
+    return tail_bit(block, at) | tail_bit(block, block->n_second + at) << 1;
 }
 
 static unsigned symbol_of(const struct sim_decode *work, struct block *block, unsigned lane,
                           unsigned bit) {
-    const unsigned first = plane_bit(block->planes, lane, bit) |
-                           plane_bit(block->planes + sizeof(uint32_t) * LANES, lane, bit) << 1;
+    const unsigned first = (block->first[0][lane] >> bit & 1) | (block->first[1][lane] >> bit & 1)
+                                                                    << 1;
     if (first != 3)
         return work->palette[first];
     const unsigned second = second_code(block, block->at_second++);
@@ -73,7 +74,7 @@ static unsigned symbol_of(const struct sim_decode *work, struct block *block, un
     const size_t third_begin = 2 * block->n_second;
     unsigned third = 0;
     for (unsigned k = 0; k < 3; k++)
-        third |= tail_bits(block, third_begin + k * block->n_third + block->at_third, 1) << k;
+        third |= tail_bit(block, third_begin + k * block->n_third + block->at_third) << k;
     block->at_third++;
     if (third != 7)
         return work->palette[8 + third];
@@ -83,20 +84,19 @@ static unsigned symbol_of(const struct sim_decode *work, struct block *block, un
 static unsigned weight_of(const struct sim_decode *work, const struct block *block, unsigned symbol,
                           unsigned lane, unsigned bit, size_t place) {
     if (work->weight_bytes == 2) {
-        const unsigned low = block->fixed[place];
+        const unsigned low = block->low[place];
         return (low & 1) << 15 | symbol << 7 | low >> 1;
     }
     unsigned turned = symbol << work->low_bits & 255;
     for (unsigned k = 0; k < work->low_bits; k++)
-        turned |= plane_bit(block->fixed + sizeof(uint32_t) * LANES * k, lane, bit) << k;
+        turned |= (block->low_planes[k][lane] >> bit & 1) << k;
     return work->rotate ? (turned >> 1 | turned << 7) & 255 : turned;
 }
 
 static void count_codes(struct block *block) {
     for (unsigned lane = 0; lane < LANES; lane++)
-        for (unsigned bit = 0; bit < 32; bit++)
-            block->n_second += plane_bit(block->planes, lane, bit) &
-                               plane_bit(block->planes + sizeof(uint32_t) * LANES, lane, bit);
+        for (uint32_t sent = block->first[0][lane] & block->first[1][lane]; sent; sent &= sent - 1)
+            block->n_second++;
     for (size_t i = 0; i < block->n_second; i++)
         block->n_third += second_code(block, i) == 3;
 }
@@ -108,21 +108,21 @@ static void decode_block(const struct sim_decode *work, size_t number) {
     const uint32_t begin = here & 0x7FFFFFFF;
     const uint32_t end = word_at(work->chunk + HEADER, number + 1) & 0x7FFFFFFF;
     const int whole = end <= work->tail_words && begin <= end && end - begin <= TAIL_WORDS;
+    const size_t tail_bytes = whole ? sizeof(uint32_t) * (size_t)(end - begin) : 0;
+    const unsigned char *low = work->chunk + fixed_begin(work) + number * fixed;
+    const unsigned char *tail = work->chunk + fixed_begin(work) + blocks_of(work) * fixed +
+                                (whole ? sizeof(uint32_t) * (size_t)begin : 0);
     unsigned char *out = work->weights + number * BLOCK * width;
-    struct block block = {.fixed = work->chunk + fixed_begin(work) + number * fixed};
-    block.planes = block.fixed + fixed - 2 * sizeof(uint32_t) * LANES;
-    block.tail = work->chunk + fixed_begin(work) + blocks_of(work) * fixed;
-    if (whole) {
-        block.tail += sizeof(uint32_t) * (size_t)begin;
-        block.tail_bits = (size_t)32 * (end - begin);
-    }
     if (here >> 31) { /* as it is: first its fixed place, then its tail */
         for (size_t i = 0; i < count * width; i++)
-            out[i] = i < fixed                           ? block.fixed[i]
-                     : 8 * (i - fixed) < block.tail_bits ? block.tail[i - fixed]
-                                                         : 0;
+            out[i] = i < fixed ? low[i] : i - fixed < tail_bytes ? tail[i - fixed] : 0;
         return;
     }
+    struct block block = {.low = low};
+    memcpy(block.first, low + fixed - sizeof block.first, sizeof block.first);
+    if (width == 1)
+        memcpy(block.low_planes, low, sizeof block.low_planes[0] * (size_t)work->low_bits);
+    memcpy(block.tail, tail, tail_bytes);
     count_codes(&block);
     for (unsigned lane = 0; lane < LANES; lane++)
         for (unsigned bit = 0; bit < 32; bit++) {
@@ -130,8 +130,11 @@ static void decode_block(const struct sim_decode *work, size_t number) {
             const size_t place = 256 * (i >> 3) + 8 * lane + (i & 7);
             const unsigned symbol = symbol_of(work, &block, lane, bit);
             const unsigned weight = weight_of(work, &block, symbol, lane, bit, place);
-            if (place < count)
-                memcpy(out + place * width, &weight, width); /* little endian, as all of it */
+            if (place >= count)
+                continue;
+            out[place * width] = (unsigned char)weight; /* little endian, as all of it */
+            if (width == 2)
+                out[place * 2 + 1] = (unsigned char)(weight >> 8);
         }
 }
 

@@ -1279,7 +1279,8 @@ static OOCUresult launch_decode(struct sim_stream *stream, size_t weight_bytes, 
         memcpy(&work->low_bits, parameters[5], sizeof work->low_bits);
         memcpy(&work->rotate, parameters[6], sizeof work->rotate);
     }
-    OOCUresult result = sim__op_new(stream, OP_KERNEL, &op);
+    OOCUresult result =
+        work->low_bits > 8 ? OOCU_ERROR_INVALID_VALUE : sim__op_new(stream, OP_KERNEL, &op);
     if (result != OOCU_SUCCESS) {
         free(work);
         return result;

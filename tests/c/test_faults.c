@@ -285,7 +285,8 @@ static void die(const struct fault *fault) {
 static uint64_t stride = 1; /* of each sample */
 static int all;             /* or every fault */
 
-/* Let each kind of call fail: the first, the last and each k-th one of them. */
+/* Let each kind of call fail: each k-th one of them with each code, the first and the last with one
+ * code, at which the kinds take turns. */
 static void sweep(const char *what, void (*life)(const struct fault *), const OOCUresult *codes,
                   unsigned n_codes, enum lasts lasts, uint64_t sample) {
     uint64_t faults = 0, seen = 0;
@@ -295,8 +296,9 @@ static void sweep(const char *what, void (*life)(const struct fault *), const OO
             if (!kinds[k] || !(life == die ? sticks : passes))
                 continue;
             for (uint64_t n = 1; n <= calls_of[k]; n++) {
-                const int end = stride == 1 && !all && (n == 1 || n == calls_of[k]);
-                if (all && (n + k) % n_codes != c)
+                const int in_turn = (n + k) % n_codes == c;
+                const int end = stride == 1 && in_turn && (n == 1 || n == calls_of[k]);
+                if (all && !in_turn)
                     continue;
                 if (seen++ % (sample * stride) != 0 && !end)
                     continue;
