@@ -160,20 +160,22 @@ slowest = --durations=30 --durations-min=1
 test: build
 	"$(PY)" -m pytest $(side_by_side) -m "not gpu and not slow and not ci" $(ARGS)
 
-# Of a test that takes a device the cases of `make test`: device-type has them all.
+# Of a test that takes a device one case: device-type has them all.
+all := not gpu and not slow and not (ci and elsewhere) and not again
 test-all: build
-	"$(PY)" -m pytest $(side_by_side) $(slowest) -m "not gpu and not slow and not (ci and elsewhere)" \
-		$(ARGS)
+	"$(PY)" -m pytest $(side_by_side) $(slowest) -m "$(all)" $(ARGS)
 
 # The files in another order, and the tests of each: the seed names it.
 SEED ?= 1
 test-shuffled: build
 	"$(PY)" -m pytest $(side_by_side) --random-order-bucket=module --random-order-seed=$(SEED) \
-		-m "not gpu and not slow and not (ci and elsewhere)" $(ARGS)
+		-m "$(all)" $(ARGS)
 
 test-bill: build
-	"$(PY)" -m pytest $(side_by_side) -p bill --bill out/bill.json $(ARGS)
-	"$(PY)" tools/bill.py out/bill.json --write
+	"$(PY)" -m pytest $(side_by_side) -m "$(all)" -p bill --bill out/bill.json $(ARGS)
+	"$(PY)" -m pytest $(side_by_side) tests/training tests/clients --device simgpu \
+		-p bill --bill out/bill-simgpu.json $(ARGS)
+	"$(PY)" tools/bill.py out/bill.json out/bill-simgpu.json --write
 
 # The tests that take a device, on one whose type is not "cpu". In processes of their own.
 device-type: build
@@ -211,6 +213,8 @@ asan-check: $(call ready,test)
 asan-python: $(call ready,test)
 	"$(PY)" tools/sanitized_python.py $(ARGS)
 
+# Races hardly depend on which call fails: of the sweeps of faults a part.
+tsan-check: export ORACLE_OFFLOAD_TEST_FAULT_STRIDE ?= 7
 tsan-check: $(call ready,test)
 	"$(PY)" tools/c_programs.py run --sanitize thread $(ARGS)
 

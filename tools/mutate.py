@@ -70,7 +70,7 @@ TIMEOUT_S = 10.0
 SLOW_TIMEOUT_S = 120.0  # of the two that only survivors of the rest meet
 SURVIVORS_ALLOWED = 0.03
 FAULT_STRIDE = 6  # of the sample of faults every sixth: the sweep is a test of its own
-NEAR_LINES, NEAR_COMMITS, NEAR_MOST, NEAR_SAMPLE = 3, 10, 200, 60
+NEAR_LINES, NEAR_COMMITS, NEAR_MOST, NEAR_SAMPLE = 3, 10, 120, 60
 ADDRESS_SPACE_KIB = 8 << 20  # a mutant that allocates without end
 # A header without kernels, so that loading it can be tested: the simulated driver asks no more.
 FATBIN = """#include "fatbin.h"

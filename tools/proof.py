@@ -66,6 +66,17 @@ PARTS = (
         900,
         (("ORACLE_OFFLOAD_TEST_FAULT_STRIDE", "all"),),
     ),
+    # `make asan-check` and `make tsan-check` with all of their sweeps.
+    Part(
+        "sanitizers",
+        ("tools/c_programs.py", "run", "--sanitize", "address,undefined", "--output", "{output}"),
+        3600,
+    ),
+    Part(
+        "thread sanitizer",
+        ("tools/c_programs.py", "run", "--sanitize", "thread", "--output", "{output}"),
+        3600,
+    ),
     Part(
         "training faults",
         (*PYTEST, "tests/fault/test_training_faults.py", "-m", "proof"),

@@ -114,6 +114,8 @@ SHOWN: dict[str, Callable[[Figures], str]] = {
     "conformance": _conformance,
     "races": _programs,
     "driver faults": _driver_faults,
+    "sanitizers": _programs,
+    "thread sanitizer": _programs,
     "training faults": _training_faults,
     "mutants": _mutants,
     "without the detector": _without,

@@ -9,9 +9,10 @@ out goes by what a case was measured to take (tests/dear.txt, which `make test-b
 parameters are multiplied, of a product of three and more every pair of values is in some case of
 .ci/run, and the whole product runs in `make proof`; of what is left `make test` runs the first, the
 middle and the last case. Of a dear test .ci/run has the first and the last case. What takes a
-device runs in .ci/run on the one that is not "cpu" (`make device-type`); and on "cpu" as far as
-`make test` has it, or where the other skips it: the marker elsewhere. It is also on the cases of
-the C programs that .ci/run has under the sanitizers alone.
+device runs in .ci/run on the one that is not "cpu" (`make device-type`): the marker elsewhere; and
+on "cpu" in its first case, or where the other skips it. The other cases of `make test` on "cpu" are
+marked again. Elsewhere is also on the cases of the C programs that .ci/run has under the sanitizers
+alone.
 """
 
 from __future__ import annotations
@@ -148,6 +149,9 @@ def mark(items: Sequence[pytest.Item]) -> None:
         cases = values_of(same)
         if len(same) >= PRODUCT and parameters(cases) >= 3:
             same = leave(same, covering(cases))
+        for item in same[1:]:
+            if item.get_closest_marker("elsewhere") and has_twin(item):
+                item.add_marker(pytest.mark.again)
         if name in dear():
             leave(same, spread(len(same), DEAR_FEW))
             continue

@@ -134,6 +134,17 @@ def test_what_the_other_device_skips_is_not_left_to_it() -> None:
     assert (marks(skipped, "ci"), marks(others, "ci")) == (0, 6)
 
 
+def test_what_the_other_device_runs_has_its_first_case_on_cpu_too() -> None:
+    name = "tests/training/test_any.py::test_an_activation_that_forward_changes_in_place"
+    cases = [{"device": "cpu", "n": n} for n in range(5)]
+    skipped, others = items(name, cases, "elsewhere"), items(f"{name[:30]}", cases, "elsewhere")
+    alone = items(name, cases)
+    for found in (skipped, others, alone):
+        tiers.mark(found)
+    assert (marks(skipped, "again"), marks(alone, "again")) == (0, 0)
+    assert ["again" in item.marks for item in others] == [False, True, True, True, True]
+
+
 def test_every_dear_test_is_there_and_begins_the_middle_tier() -> None:
     assert tiers.dear()
     for name in tiers.dear():
