@@ -27,7 +27,8 @@ SCHEDULES = (("TIMED", 0), ("RANDOM", 7), ("DELAYED", 41))
 WAYS: tuple[dict[str, object], ...] = (
     dict(trains=False, options=dict(offload_percent=1.0)),
     dict(trains=True, options=dict(offload_percent=0.5)),
-    dict(trains=True, options=dict(offload_percent=1.0, lock="never")),
+    # So large that the copy threads are at a layer when it is asked for.
+    dict(trains=True, options=dict(offload_percent=1.0, lock="never"), width=2048),
     dict(trains=False, options=dict(offload_percent=1.0, compress="lossless"), coded=True),
     dict(trains=False, options=dict(offload_percent=1.0), from_card=True),
     dict(trains=False, options=dict(offload_percent=1.0), rewritten=True),
@@ -39,9 +40,9 @@ class Seen(Exception):
     """What tells that something is wrong."""
 
 
-def chain(trains: bool, coded: bool) -> nn.Sequential:
+def chain(trains: bool, coded: bool, width: int) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [part for _ in range(8) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    layers = [part for _ in range(8) for part in (nn.Linear(width, width), nn.GELU())]
     model = nn.Sequential(*layers).requires_grad_(trains)
     if coded:  # as trained weights are: they take fewer bytes in code
         for parameter in model.bfloat16().parameters():
@@ -77,8 +78,8 @@ def fill(value: float) -> None:
         torch.empty(1 << exponent, device="cuda").fill_(value)
 
 
-def train(trains: bool, options: dict[str, object], **how: bool) -> None:
-    model = chain(trains, coded=how.get("coded", False))
+def train(trains: bool, options: dict[str, object], width: int = WIDTH, **how: bool) -> None:
+    model = chain(trains, how.get("coded", False), width)
     resident = copy.deepcopy(model).cuda()
     if how.get("from_card"):
         model = model.cuda()
@@ -92,7 +93,7 @@ def train(trains: bool, options: dict[str, object], **how: bool) -> None:
         stream_optimizer(optimizers[0])
     for index in range(3):
         torch.manual_seed(index)
-        x = torch.randn(16, WIDTH, device="cuda").to(model[0].weight.dtype)
+        x = torch.randn(16, width, device="cuda").to(model[0].weight.dtype)
         made = (step(m, x, o) for m, o in zip((model, resident), optimizers, strict=True))
         for one, other in zip(*made, strict=True):
             if not torch.equal(one, other):
