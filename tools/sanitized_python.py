@@ -1,10 +1,11 @@
 """The Python suite with an extension and a simulator under AddressSanitizer and UBSan.
 
-    python tools/sanitized_python.py                   # leaks, tests/unit, one life with torch
+    python tools/sanitized_python.py                   # leaks, units, one life with torch
     python tools/sanitized_python.py --only leaks
     python tools/sanitized_python.py --only unit -k simulator    # more arguments for pytest
 
-The parts run side by side, tests/unit as one process for each processor, each to its end.
+The parts run side by side, what of tests/unit drives our C code as one process for each processor,
+each to its end.
 
 Works on a copy of the tree under build/sanitized, so that the build in place stays as it is.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,31 +35,12 @@ FOLDER = ROOT / "build" / "sanitized"
 FOLDERS = (".ci", "benchmarks", "csrc", "docs", "examples", "oracle_offload", "tests", "tools")
 PATTERNS = ("*.py", "*.toml", "*.md", "*.in", "LICENSE", "Makefile")
 SANITIZERS = ("address", "undefined")
-# They import torch, or run a compiler, pip, a notebook or a child with torch: minutes, and none of
-# our C code.
-WITHOUT = (
-    "test_allocator",
-    "test_api_docs",
-    "test_build",
-    "test_conformance",
-    "test_demo_text",
-    "test_doctor_gpus",
-    "test_doctor_live",
-    "test_environment_docs",
-    "test_explain_docs",
-    "test_explain_real",
-    "test_from_disk_docs",
-    "test_gpu_tools",
-    "test_notebook_docs",
-    "test_numbers_docs",
-    "test_package",
-    "test_readme",
-    "test_simulated_grid",
-    "test_site",
-    "test_summary_table",
-    "test_task_pages",
-    "test_with_other_libraries",
+# What a test that drives our C code imports: the extension, or a room of the package that does.
+DRIVES = re.compile(
+    r"\b_core\b|oracle_offload(\.| import )(engine|disk|compress)|^import simulator\b", re.MULTILINE
 )
+# These import torch, or run a compiler, pip, a notebook or a child with torch: minutes.
+WITHOUT = ("test_build", "test_from_disk_docs", "test_package", "test_wheels")
 PARTS = ("leaks", "unit", "torch")
 
 
@@ -147,7 +130,11 @@ def run(
 
 def commands(more: Sequence[str]) -> list[tuple[str, list[str], bool]]:
     """Return what is run: the part, its command, and whether with leak check."""
-    paths = [path for path in (ROOT / "tests/unit").glob("test_*.py") if path.stem not in WITHOUT]
+    paths = [
+        path
+        for path in (ROOT / "tests/unit").glob("test_*.py")
+        if path.stem not in WITHOUT and DRIVES.search(path.read_text(encoding="utf-8"))
+    ]
     paths.sort(key=lambda path: (-path.stat().st_size, path))
     tests = [path.relative_to(ROOT).as_posix() for path in paths]
     # Not the tests that bound a time: everything takes two to three times as long here.
