@@ -44,14 +44,15 @@ class Accelerator(CPUAccelerator):
 
 
 def trainer(folder, **options):
-    defaults = dict(accelerator="cpu", devices=1, max_steps=3, logger=False)
+    kind = "gpu" if sides.DEVICE == "cuda" else "cpu"
+    defaults = dict(accelerator=kind, devices=1, max_steps=3, logger=False)
     if sides.DEVICE == "simgpu":
         defaults["accelerator"] = Accelerator()
         defaults["strategy"] = SingleDeviceStrategy(f"{sides.DEVICE}:0")
         if precision := options.pop("precision", None):
             defaults["plugins"] = MixedPrecision(precision, sides.DEVICE)
-        if "gradient_clip_val" in options:  # norms are summed by device
-            defaults["gradient_clip_algorithm"] = "value"
+    if sides.DEVICE != "cpu" and "gradient_clip_val" in options:  # norms are summed by device
+        defaults["gradient_clip_algorithm"] = "value"
     quiet = dict(enable_progress_bar=False, enable_model_summary=False)
     return lightning.Trainer(default_root_dir=folder, **{**defaults, **quiet, **options})
 

@@ -168,10 +168,11 @@ def _try(resident: nn.Module, step: Callable[[nn.Module], Sequence[Tensor]]) -> 
         for parameter in parameters:
             parameter.grad = None
         return
-    # What a hook computes again before each forward is not copied.
+    # What a hook computes again before each forward is not copied. Nothing is compiled for a copy.
     attributes = [value for module in resident.modules() for value in vars(module).values()]
     computed = [v for v in attributes if isinstance(v, Tensor) and not v.is_leaf]
-    step(copy.deepcopy(resident, {id(value): value for value in computed}))
+    with torch.compiler.set_stance("force_eager"):
+        step(copy.deepcopy(resident, {id(value): value for value in computed}))
 
 
 @contextlib.contextmanager
@@ -186,17 +187,17 @@ def as_deterministic_as(
     fused = [getattr(torch.backends.cuda, f"enable_{kind}_sdp") for kind in kinds]
     enabled = [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in kinds]
     before = torch.get_deterministic_debug_mode()
-    torch.use_deterministic_algorithms(True)
     try:
+        torch.use_deterministic_algorithms(True)
         torch.manual_seed(0)
-        _try(resident, step)
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        for enable in fused:
-            enable(False)
-    try:
+        try:
+            _try(resident, step)
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            for enable in fused:
+                enable(False)
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
