@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 
 from .files import NO_SIZE, Reading, below, parse_count, read_text
+from .mounts import parse_mounts
 
 
 @dataclass(frozen=True)
@@ -135,23 +136,12 @@ def _mounts(root: str, pid: int | str, missing: list[str]) -> list[_Mount]:
             if os.path.exists(below(root, f"{mount.point}/{probe}"))
         ]
     mounts = []
-    for line in reading.text.splitlines():
-        left, _, right = line.partition(" - ")
-        fields, tail = left.split(), right.split()
-        if len(fields) < 5 or len(tail) < 3:
-            continue
-        if tail[0] == "cgroup2":
-            mounts.append(_Mount("v2", _unescape(fields[3]), _unescape(fields[4])))
-        elif tail[0] == "cgroup" and "memory" in tail[2].split(","):
-            mounts.append(_Mount("v1", _unescape(fields[3]), _unescape(fields[4])))
+    for mount in parse_mounts(reading.text):
+        if mount.kind == "cgroup2":
+            mounts.append(_Mount("v2", mount.root, mount.point))
+        elif mount.kind == "cgroup" and "memory" in mount.options.split(","):
+            mounts.append(_Mount("v1", mount.root, mount.point))
     return mounts
-
-
-def _unescape(field: str) -> str:
-    """Undo the mount table's octal escapes of space, tab, newline and backslash."""
-    for code, char in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        field = field.replace(code, char)
-    return field
 
 
 def _ancestry(root: str, mount: _Mount, group: str) -> list[str]:
