@@ -14,6 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="write the page to FILE as well")
     parser.add_argument("--aitoolkit", metavar="PATH", help="examine an AI-Toolkit checkout too")
+    parser.add_argument(
+        "--disk", metavar="PATH", help="a file or folder whose disk is measured (the hub's cache)"
+    )
 
 
 def run(args: argparse.Namespace) -> Exit:
@@ -22,7 +25,7 @@ def run(args: argparse.Namespace) -> Exit:
 
     if sys.stderr.isatty():
         print("examining, which imports torch once ...", end="\r", file=sys.stderr, flush=True)
-    report = examine(aitoolkit=args.aitoolkit)
+    report = examine(aitoolkit=args.aitoolkit, disk=args.disk)
     if sys.stderr.isatty():
         print(" " * 40, end="\r", file=sys.stderr, flush=True)
     try:

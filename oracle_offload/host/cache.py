@@ -1,4 +1,4 @@
-"""The folder that this user's files are kept in from one run to the next."""
+"""Folders in which this user's files are kept from one run to the next: ours, and the hub's."""
 
 from __future__ import annotations
 
@@ -14,3 +14,9 @@ def folder() -> Path:
     from platformdirs import user_cache_path
 
     return user_cache_path("oracle_offload", appauthor=False)
+
+
+def hub_cache() -> Path:
+    """Return the folder that the hub's libraries keep repositories in."""
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")

@@ -16,13 +16,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
+from pathlib import Path
 
+from .cache import hub_cache
+from .mounts import mount_of
 from .sizes import GIB, MIB
 
 _PAGE_BYTES = 4096  # buffers, places and lengths of a direct read are multiples of it
 _LEAST_FILE_BYTES = 64 * MIB  # of a shorter one the first reads are all there is
 # A disk that has not answered for so long after its time is taken for gone.
 _PATIENCE_S = 10.0
+_MOST_NAMES = 20_000  # that are looked at for a file to read
+_REMOTE = 4  # DRIVE_REMOTE of Windows
 _CLOSE = 0.05  # two rates this near each other are one
 
 
@@ -64,11 +69,38 @@ class DiskSpeed:
     seconds: float
 
     @property
+    def gbps(self) -> float:
+        """That of `best`."""
+        return self.best.gbps
+
+    @property
     def best(self) -> Rate:
         """The fastest; of those within 5% of it the one of fewest threads and shortest reads."""
         most = max(rate.gbps for rate in self.rates)
         near = [rate for rate in self.rates if rate.gbps >= (1 - _CLOSE) * most]
         return min(near, key=lambda rate: (rate.reads.threads, rate.reads.nbytes))
+
+
+@dataclass(frozen=True)
+class DiskView:
+    """The disk that models are read from, or why it was not measured.
+
+    Attributes
+    ----------
+    path : str
+        The file that was read, or the folder that was looked into.
+    remote : str
+        The kind of file system whose files another machine has; empty for a disk of this one.
+    speed : DiskSpeed or None
+        None where it was not measured.
+    why : str
+        Why it was not.
+    """
+
+    path: str = ""
+    remote: str = ""
+    speed: DiskSpeed | None = None
+    why: str = ""
 
 
 READS = tuple(Reads(threads, 4 * MIB) for threads in (1, 4, 8))
@@ -113,7 +145,7 @@ def measure(
     """
     size = os.stat(path).st_size
     if size < _LEAST_FILE_BYTES:
-        raise ValueError(f"'{path}' has {size} bytes; a file of {_LEAST_FILE_BYTES} or more tells")
+        raise ValueError(f"'{path}' has {size} bytes; {_LEAST_FILE_BYTES} or more say something")
     direct = _is_direct(path)
     part = size // len(reads)
     begun, nbytes, rates = time.perf_counter(), 0, []
@@ -121,7 +153,7 @@ def measure(
         first = number * part // _PAGE_BYTES * _PAGE_BYTES
         length = min(part, most_bytes // len(reads)) // one.nbytes * one.nbytes
         if not length:
-            raise ValueError(f"'{path}' has {size} bytes; one read of {one.nbytes} is over a part")
+            raise ValueError(f"'{path}' has {size} bytes; {len(reads)} ways need more")
         _forget(path)
         done, seconds = _Pass(path, one, first, length, direct).run(most_s / len(reads))
         nbytes += done
@@ -129,6 +161,69 @@ def measure(
     seconds = time.perf_counter() - begun
     _forget(path)  # what the system has read ahead
     return DiskSpeed(tuple(rates), direct, nbytes, seconds)
+
+
+def remote_kind(path: str | os.PathLike[str]) -> str:
+    """Return the kind of file system that `path` is on where another machine has its files.
+
+    Empty for a disk of this machine, and where the mount table is hidden.
+    """
+    found = os.path.realpath(path)
+    if sys.platform == "win32":
+        import ctypes
+
+        root = os.path.splitdrive(found)[0] + "\\"
+        return "network drive" if ctypes.windll.kernel32.GetDriveTypeW(root) == _REMOTE else ""
+    mount = mount_of(found)
+    return mount.kind if mount is not None and mount.is_network else ""
+
+
+def read_disk(where: str | os.PathLike[str] | None = None) -> DiskView:
+    """Measure the disk of `where`, by reads of a large file that is there. Never raises.
+
+    Parameters
+    ----------
+    where : path-like, optional
+        A file; or a folder, of whose safetensors files the largest is read. By default the hub's
+        cache, or the current folder where that has none.
+    """
+    looked = ""
+    try:
+        folders = (hub_cache(), Path()) if where is None else (Path(where),)
+        looked = os.path.realpath(folders[0])
+        if where is not None:
+            os.stat(looked)
+        file = next(filter(None, map(_largest, folders)), None)
+        looked = looked if file is None else os.path.realpath(file)
+        if remote := remote_kind(looked):
+            return DiskView(looked, remote, why="another machine has the files")
+        if file is None:
+            too = " or in the current folder" if where is None else ""
+            least = f"{_LEAST_FILE_BYTES // MIB} MiB"
+            return DiskView(looked, why=f"no safetensors file of {least} or more is there{too}")
+        return DiskView(looked, speed=measure(looked))
+    except OSError as error:
+        return DiskView(looked, why=error.strerror or str(error))
+    except (RuntimeError, ValueError) as error:  # a user without a home; too small a file
+        return DiskView(looked, why=str(error))
+
+
+def _largest(where: Path) -> Path | None:
+    """Return the largest safetensors file of a folder that is large enough; a file as it is."""
+    if where.is_file():
+        return where
+    sizes, seen = {}, 0
+    for folder, _, names in os.walk(where):
+        seen += len(names)
+        for name in names:
+            if name.endswith(".safetensors"):
+                with suppress(OSError):  # a link that leads nowhere
+                    path = Path(folder, name)
+                    sizes[path] = path.stat().st_size
+        if seen > _MOST_NAMES:
+            break
+    found = max(sizes, key=sizes.__getitem__, default=None)
+    return found if found and sizes[found] >= _LEAST_FILE_BYTES else None
 
 
 def _is_direct(path: str | os.PathLike[str]) -> bool:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from .files import below, list_names, parse_count, read_text
 
-# Kinds of file systems whose files another machine keeps, or whose server may be one.
+# Kinds of file systems whose files another machine has.
 _NETWORK = frozenset(
     "9p afs beegfs beegfs_nodev ceph cifs coda davfs fuse.ceph fuse.gcsfuse fuse.glusterfs "
-    "fuse.juicefs fuse.s3fs fuse.sshfs fuse.rclone gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs "
-    "panfs smb3 smbfs sshfs virtiofs wekafs".split()
+    "fuse.juicefs fuse.rclone fuse.s3fs fuse.sshfs gpfs lustre ncpfs nfs nfs4 orangefs panfs smb3 "
+    "smbfs sshfs wekafs".split()
 )
 _MEMORY = frozenset(("ramfs", "tmpfs"))
 

@@ -24,6 +24,7 @@ from ..disk.empty import empty_weights
 from ..disk.header import read_header
 from ..disk.source import DTYPES as STORED_DTYPES
 from ..errors import OffloadError
+from ..host.cache import hub_cache
 from ..model.selection import listed
 from .estimated import Estimated
 from .known import Known, known, similar
@@ -365,12 +366,6 @@ def _of_known(model: Known, dtype: torch.dtype | None) -> Source:
         notes.append(f"{error}: units, floor and activations are unknown")
         return Source(model.name, None, model.parameters, tuple(notes), runs=False)
     return _of_module(_build(kind, model.config, dtype), model.name, dtype, notes)
-
-
-def hub_cache() -> Path:
-    """Return the folder that the hub's libraries keep repositories in."""
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
 
 
 def _of_path(path: Path, dtype: torch.dtype | None) -> Source:

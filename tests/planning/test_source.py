@@ -20,7 +20,8 @@ from torch import nn
 import oracle_offload
 from oracle_offload import Budget
 from oracle_offload.disk.source import DTYPES as STORED_DTYPES
-from oracle_offload.planning.source import hub_cache, source_of, switch_of
+from oracle_offload.host.cache import hub_cache
+from oracle_offload.planning.source import source_of, switch_of
 
 
 @pytest.fixture(autouse=True)

@@ -31,8 +31,8 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Let the doctor find one bad thing; the list holds what it was asked to examine."""
     asked: list[object] = []
 
-    def examine(aitoolkit: str | None) -> DoctorReport:
-        asked.append(aitoolkit)
+    def examine(aitoolkit: str | None, disk: str | None) -> DoctorReport:
+        asked.append((aitoolkit, disk))
         verdict = "bad" if aitoolkit is None else "warn"
         return DoctorReport((Finding("ram", verdict, "1.0 GiB", "little", "buy some"),))
 
@@ -46,7 +46,8 @@ def test_the_doctor_exits_with_3_where_something_is_bad(
     assert cli.main(["doctor"]) == cli.Exit.CHECK_FAILED == 3
     assert capsys.readouterr().out.startswith("doctor: 1 bad\n")
     assert cli.main(["doctor", "--aitoolkit", "/a/checkout"]) == cli.Exit.OK == 0
-    assert examined == [None, "/a/checkout"]
+    assert cli.main(["doctor", "--disk", "models"]) == cli.Exit.CHECK_FAILED
+    assert examined == [(None, None), ("/a/checkout", None), (None, "models")]
 
 
 def test_the_doctor_prints_json_and_writes_a_page(
@@ -181,9 +182,9 @@ TAKEN: dict[str, dict[str, object]] = {
     },
     "report a": {"file": "a", "after": None, "json": False, "html": None},
     "report a b --json --html page": {"file": "a", "after": "b", "json": True, "html": "page"},
-    "doctor": {"json": False, "html": None, "aitoolkit": None},
-    "doctor --json --html page --aitoolkit there": {
-        "json": True, "html": "page", "aitoolkit": "there",
+    "doctor": {"json": False, "html": None, "aitoolkit": None, "disk": None},
+    "doctor --json --html page --aitoolkit there --disk models": {
+        "json": True, "html": "page", "aitoolkit": "there", "disk": "models",
     },
 }  # fmt: skip
 

@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 
 from oracle_offload.host import disk
-from oracle_offload.host.disk import READS, DiskSpeed, Rate, Reads, measure
+from oracle_offload.host.disk import (
+    READS,
+    DiskSpeed,
+    DiskView,
+    Rate,
+    Reads,
+    measure,
+    read_disk,
+    remote_kind,
+)
 from oracle_offload.host.mounts import Mount, is_rotational, mount_of, parse_mounts
 
 MIB = 1 << 20
@@ -125,10 +134,10 @@ def test_the_best_is_the_least_that_is_as_fast() -> None:
 def test_a_file_that_says_nothing_is_refused(tmp_path: Path, file: Path) -> None:
     with pytest.raises(FileNotFoundError):
         measure(tmp_path / "none")
-    with pytest.raises(ValueError, match=r"has 100663296 bytes; one read of 67108864 is over"):
+    with pytest.raises(ValueError, match="has 100663296 bytes; 2 ways need more"):
         measure(file, [Reads(1, 64 * MIB), Reads(4, 64 * MIB)])
     os.truncate(file, 64 * MIB - 1)
-    with pytest.raises(ValueError, match="has 67108863 bytes; a file of 67108864 or more"):
+    with pytest.raises(ValueError, match="has 67108863 bytes; 67108864 or more say"):
         measure(file)
 
 
@@ -173,6 +182,57 @@ def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache(
     monkeypatch.setattr(disk, "_opened", refuse)
     speed = measure(file, most_s=LONG_S)
     assert not speed.direct and speed.nbytes == 96 * MIB
+
+
+def test_of_a_folder_the_largest_weights_are_read(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    larger, smaller = tmp_path / "a" / "b.safetensors", tmp_path / "small.safetensors"
+    larger.parent.mkdir()
+    for path, size in ((larger, 97), (smaller, 63), (tmp_path / "more.bin", 200)):
+        path.touch()
+        os.truncate(path, size * MIB)
+    (tmp_path / "nowhere.safetensors").symlink_to(tmp_path / "none")
+    found = read_disk(tmp_path)
+    assert (found.path, found.remote, found.why) == (str(larger), "", "")
+    assert found.speed is not None and found.speed.gbps == found.speed.best.gbps > 0
+    assert read_disk(file).path == str(file)  # a file of any name is read where it is given
+    assert read_disk(tmp_path / "more.bin").speed is not None
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "a"))
+    assert read_disk().path == str(larger)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
+    monkeypatch.chdir(tmp_path)
+    assert read_disk().path == str(larger)
+
+
+def test_what_cannot_be_measured_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = str(tmp_path / "none")
+    assert read_disk(none) == DiskView(none, why="No such file or directory")
+    least = "no safetensors file of 64 MiB or more is there"
+    assert read_disk(tmp_path) == DiskView(str(tmp_path), why=least)
+    monkeypatch.setenv("HF_HUB_CACHE", none)
+    monkeypatch.chdir(tmp_path)
+    assert read_disk() == DiskView(none, why=f"{least} or in the current folder")
+    small = tmp_path / "small"
+    small.write_bytes(b"x")
+    assert read_disk(small).why == f"'{small}' has 1 bytes; 67108864 or more say something"
+    monkeypatch.setattr(disk, "hub_cache", refuse_home)
+    assert read_disk() == DiskView("", why="Could not determine home directory.")
+
+
+def refuse_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_the_disk_of_another_machine_is_named_and_not_read(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "mount_of", lambda path: Mount("/", "/", "nfs4", "server:/x"))
+    monkeypatch.setattr(disk, "measure", lambda path: pytest.fail("it was read"))
+    assert read_disk(file) == DiskView(str(file), "nfs4", why="another machine has the files")
+    assert remote_kind(file) == "nfs4"
+    monkeypatch.setattr(disk, "mount_of", lambda path: Mount("/", "/", "ext4", "/dev/sda1"))
+    assert remote_kind(file) == ""
 
 
 # --- The mount table ---------------------------------------------------------------------------

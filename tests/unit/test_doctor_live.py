@@ -60,6 +60,20 @@ def test_json_names_every_check_and_the_exit_code_follows_the_verdict() -> None:
     assert done.returncode == (3 if report["verdict"] == "bad" else 0), done.stderr
 
 
+def test_the_disk_of_a_file_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.touch()
+    os.truncate(file, 64 << 20)
+    done = run([*ALONE, "--json", "--disk", str(file)])
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}["disk"]
+    assert found["facts"]["path"] == str(file)
+    if found["facts"]["kind"] not in ("tmpfs", "ramfs"):
+        assert found["verdict"] in ("ok", "warn") and found["facts"]["gbps"] > 0, found
+        threads = [rate["threads"] for rate in found["facts"]["rates"]]
+        assert threads == [1, 4, 8] and found["facts"]["read_bytes"] <= 64 << 20
+        assert "GB/s cold" in found["value"] and "from disk" in found["why"]
+
+
 def test_a_bad_check_exits_with_3() -> None:
     environ = {**ENVIRON, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = run(DOCTOR, env=environ)

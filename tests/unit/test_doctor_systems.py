@@ -9,6 +9,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from oracle_offload.diagnose.doctor.finding import VERDICTS
 from oracle_offload.diagnose.doctor.report import DoctorReport
 from oracle_offload.diagnose.doctor.torch_build import TorchView
 from oracle_offload.host.cgroup import MemoryLimit, read_memory_limit
+from oracle_offload.host.disk import DiskSpeed, DiskView, Rate, Reads
 from oracle_offload.host.gpus import Gpu, GpuProcess, GpuView
 
 TREES = Path(__file__).parent.parent / "data" / "systems"
@@ -304,7 +306,15 @@ def machine_at(name: str, root: Path, recorded: str | None = None) -> System:
         platform=answers["platform"],
         gpus=GpuView(gpus=tuple(cards), **gpus),
         torch=TorchView(**answers["torch"]),
+        disk=disk_of(answers["disk"]) if "disk" in answers else None,
     )
+
+
+def disk_of(answers: dict[str, Any]) -> DiskView:
+    """Return what was measured of a disk: GB/s by number of threads."""
+    rates = tuple(Rate(Reads(threads, 4 << 20), gbps) for threads, gbps in answers.pop("rates", ()))
+    direct = answers.pop("direct", True)
+    return DiskView(**answers, speed=DiskSpeed(rates, direct, GIB, 1.5) if rates else None)
 
 
 def changed(name: str, root: Path, path: str, old: str, new: str) -> System:
@@ -347,6 +357,7 @@ def test_what_the_machine_says_cannot_steer_the_terminal(tmp_path: Path) -> None
                     settings_error=HOSTILE,
                     why=HOSTILE,
                 ),
+                disk=DiskView(f"/models/{HOSTILE}", HOSTILE, why=HOSTILE),
                 aitoolkit=str(tmp_path / HOSTILE),
             )
         )
@@ -487,6 +498,15 @@ APP = "sys/fs/cgroup/user.slice/user-1000.slice/user@1000.service/app.slice/app-
          "unknown", "bad"),
         ("no_swap", "proc/driver/nvidia/version", "560.35.03", "no version", "driver", "ok",
          "bad"),
+        ("bare_metal", "sys/block/nvme0n1/queue/rotational", "0", "1", "disk", "ok", "warn"),
+        ("bare_metal", "proc/self/mountinfo", "ext4 /dev/nvme0n1p2", "nfs4 server:/home", "disk",
+         "ok", "warn"),
+        ("bare_metal", "proc/self/mountinfo", "ext4 /dev/nvme0n1p2", "tmpfs tmpfs", "disk", "ok",
+         "unknown"),
+        ("bare_metal", ANSWERS, '[[1, 2.9], [4, 6.7], [8, 6.9]]', "[[1, 0.2], [4, 0.49]]", "disk",
+         "ok", "warn"),
+        ("ailing", ANSWERS, "[1, 0.19]", "[1, 1.9]", "disk", "warn", "warn"),  # it has platters
+        ("docker_v1", ANSWERS, "[4, 0.55], [8, 0.54]", "[4, 0.45]", "disk", "ok", "ok"),
         ("hybrid", "sys/bus/pci/devices/0000:00:05.0/class", "0x030200", "0x040300", "driver",
          "bad", "bad"),
         ("hybrid", "sys/bus/pci/devices/0000:00:05.0/class", "0x030200", "0x040300", "torch",

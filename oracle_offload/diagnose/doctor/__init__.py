@@ -31,11 +31,14 @@ def __getattr__(name: str) -> object:
     return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
 
 
-def examine(system: System | None = None, *, aitoolkit: str | None = None) -> DoctorReport:
+def examine(
+    system: System | None = None, *, aitoolkit: str | None = None, disk: str | None = None
+) -> DoctorReport:
     """Examine a machine; never raises.
 
     Takes a few seconds where torch is installed and not yet imported: it is then imported in a
-    process of its own to learn which allocator settings are in effect.
+    process of its own to learn which allocator settings are in effect. Two more go to the disk, of
+    which at most 1 GiB is read.
 
     Parameters
     ----------
@@ -43,6 +46,9 @@ def examine(system: System | None = None, *, aitoolkit: str | None = None) -> Do
         The machine; the one we run on by default.
     aitoolkit : str, optional
         Path of an AI-Toolkit checkout to examine too, when `system` is not given.
+    disk : str, optional
+        A file of 64 MiB or more, or a folder with safetensors files, whose disk is measured; by
+        default the hub's cache, or the current folder.
 
     Returns
     -------
@@ -53,4 +59,4 @@ def examine(system: System | None = None, *, aitoolkit: str | None = None) -> Do
     from .report import DoctorReport
     from .system import System
 
-    return DoctorReport(run_checks(system or System(aitoolkit=aitoolkit)))
+    return DoctorReport(run_checks(system or System(aitoolkit=aitoolkit, models=disk)))

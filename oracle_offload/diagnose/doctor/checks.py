@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from .checks_disk import check_disk
 from .checks_gpu import check_clocks, check_driver, check_link, check_other_processes
 from .checks_host import (
     check_huge_pages,
@@ -36,6 +37,7 @@ CHECKS: dict[str, Callable[[System], Finding]] = {
     "locked memory": check_locked_memory,
     "huge pages": check_huge_pages,
     "/dev/shm": check_shared_memory,
+    "disk": check_disk,
     "AI-Toolkit": check_aitoolkit,
 }
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from ...host.cgroup import MemoryLimit, read_memory_limit
+from ...host.disk import DiskView, read_disk
 from ...host.files import Reading, below, list_names, read_text
 from ...host.gpus import GpuView, read_gpus
 from ...host.memory import read_meminfo
@@ -29,10 +30,12 @@ class System:
         Environment variables; those of this process by default.
     platform : str, optional
         As `sys.platform`.
-    gpus, torch : optional
+    gpus, torch, disk : optional
         Recorded answers; the live ones when not given and `root` is "/".
     aitoolkit : str, optional
         Path of an AI-Toolkit checkout.
+    models : str, optional
+        The file or folder whose disk is measured; by default the hub's cache.
     """
 
     def __init__(
@@ -43,7 +46,9 @@ class System:
         platform: str | None = None,
         gpus: GpuView | None = None,
         torch: TorchView | None = None,
+        disk: DiskView | None = None,
         aitoolkit: str | None = None,
+        models: str | None = None,
     ) -> None:
         self.root = root
         self.environ: Mapping[str, str] = os.environ if environ is None else environ
@@ -51,6 +56,8 @@ class System:
         self.aitoolkit = aitoolkit
         self._gpus = gpus
         self._torch = torch
+        self._disk = disk
+        self._models = models
 
     @property
     def live(self) -> bool:
@@ -96,6 +103,13 @@ class System:
         if self.environ is os.environ and (imported := imported_torch()) is not None:
             return imported
         return ask_torch(find_torch(), self.environ)
+
+    @cached_property
+    def disk(self) -> DiskView:
+        """The disk that models are read from, measured once."""
+        if self._disk is not None:
+            return self._disk
+        return read_disk(self._models) if self.live else DiskView(why="not recorded")
 
     @cached_property
     def memory_limit(self) -> MemoryLimit:
