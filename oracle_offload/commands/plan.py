@@ -83,6 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offload-percent", type=float, help="value for attach, 0 to 1")
     parser.add_argument("--vram-budget", help="value for attach: 8GiB, or auto")
     parser.add_argument("--ram-budget", help="value for attach: 20GiB, auto or offloaded")
+    parser.add_argument(
+        "--disk", action="store_true", help="value for attach: weights without room stay in files"
+    )
+    parser.add_argument("--disk-gbps", type=float, help="measured by doctor: 1e9 bytes/s, cold")
     parser.add_argument("--margin", type=float, default=0.08, help="share left to CUDA (0.08)")
     parser.add_argument(
         "--verify", metavar="RECORDING", help="show the plan next to a recording, run.jsonl"
@@ -113,7 +117,7 @@ def _run(args: argparse.Namespace) -> Exit:
         options.pop(name)
     asked = {
         name: options.pop(name)
-        for name in ("offload_percent", "vram_budget", "ram_budget", "compress")
+        for name in ("offload_percent", "vram_budget", "ram_budget", "compress", "disk")
     }
     try:
         with naming("read", args.model):

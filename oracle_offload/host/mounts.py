@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from .files import below, list_names, parse_count, read_text
 
-# Kinds of file systems whose files another machine has.
+# Kinds of file systems whose files another machine has; some are FUSE's.
 _NETWORK = frozenset(
-    "9p afs beegfs beegfs_nodev ceph cifs coda davfs fuse.ceph fuse.gcsfuse fuse.glusterfs "
-    "fuse.juicefs fuse.rclone fuse.s3fs fuse.sshfs gpfs lustre ncpfs nfs nfs4 orangefs panfs smb3 "
-    "smbfs sshfs wekafs".split()
+    "9p afs beegfs beegfs_nodev ceph cephfs cifs coda davfs gcsfuse glusterfs goofys gpfs juicefs "
+    "lustre mountpoint-s3 ncpfs nfs nfs4 orangefs panfs rclone s3fs smb2 smb3 smbfs sshfs "
+    "wekafs".split()
 )
 _MEMORY = frozenset(("ramfs", "tmpfs"))
 
@@ -43,7 +43,7 @@ class Mount:
     @property
     def is_network(self) -> bool:
         """Whether another machine has the files."""
-        return self.kind in _NETWORK
+        return self.kind.removeprefix("fuse.") in _NETWORK
 
     @property
     def is_memory(self) -> bool:

@@ -43,6 +43,9 @@ class Budget:
         Page-lock the weights as far as the system allows, not at all, or no more than a size.
     compress : {"lossless", "auto"}, optional
         Keep frozen weights in fewer bytes: all that get smaller, or the least that helps.
+    disk : bool
+        Leave frozen weights for which `ram_budget` has no room in their files, and read them from
+        there each time they travel (docs/from-disk.md).
 
     Raises
     ------
@@ -61,6 +64,7 @@ class Budget:
     ram_budget: Size | None = None
     lock: Size = AUTO
     compress: str | None = None
+    disk: bool = False
 
     def __post_init__(self) -> None:
         percent = self.offload_percent
@@ -70,6 +74,13 @@ class Budget:
             if not 0.0 <= percent <= 1.0:
                 hint = f"; did you mean {percent / 100}?" if 1 < percent <= 100 else ""
                 raise ValueError(f"offload_percent={percent!r} is outside [0, 1]{hint}")
+        if not isinstance(self.disk, bool):
+            raise ValueError(f"disk={self.disk!r} is neither True nor False")
+        if self.disk and self.ram_budget == OFFLOADED:
+            raise ValueError(
+                "ram_budget='offloaded' is for weights that stay on the device; next to disk=True "
+                "give the bytes that weights may take of the host, or 'auto'"
+            )
         if self.compress not in COMPRESS:
             named = ", ".join(map(repr, COMPRESS))
             raise ValueError(f"compress={self.compress!r} is none of {named}")

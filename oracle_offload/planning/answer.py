@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..host.sizes import format_size
 from .fit import NOWHERE, RESIDENT, STREAMED, Fit
-from .ladder import Rung, Shard
+from .ladder import FROM_DISK, Rung, Shard
 from .measure import Step
 from .question import Question
 from .speed import Speed
@@ -71,6 +71,9 @@ class Answer:
             short = ((fit.missing_device, "device memory"), (fit.missing_host, "host memory"))
             missing = [f"{format_size(size)} of {where}" for size, where in short if size]
             said = f"{' and '.join(missing)} missing" if missing else fit.why
+            for rung in self.alternatives:
+                if rung.option == FROM_DISK and rung.verdict != NOWHERE:
+                    said += f"; with {rung.option}: {self.said(rung.verdict)} (below)"
             return f"{name}: does not fit {card} with {host}: {said}."
         free = f"{format_size(fit.device_room - fit.device_bytes)} of the device stay free"
         unknown = " and ".join(self.unknown)
@@ -78,14 +81,15 @@ class Answer:
             free = f"what {unknown} take, which are unknown, comes off the arena"
         elif unknown:
             free += f" for {unknown}, which are unknown"
+        files = f"{format_size(fit.disk_bytes)} left in their files, " if fit.disk_bytes else ""
         said = self.said(fit.verdict)
         if fit.verdict == RESIDENT:
             need = "" if self.unknown else ", oracle_offload is not needed"
             return f"{name}: {said} on {card}{need}; {free}."
         return (
             f"{name}: {said} on {card} with {host}: an arena of "
-            f"{format_size(fit.arena_bytes)}, {format_size(fit.host_bytes)} on the host, at least "
-            f"{format_size(fit.x_min_bytes)} to the device in a step"
+            f"{format_size(fit.arena_bytes)}, {format_size(fit.host_bytes)} on the host, {files}at "
+            f"least {format_size(fit.x_min_bytes)} to the device in a step"
             f"{'' if fit.sweep_bytes else ' that uses all of them forward and backward'}; {free}."
         )
 

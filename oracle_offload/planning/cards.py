@@ -17,6 +17,9 @@ _PCIE4_X8: Interval = (11.0, 13.2)
 _PCIE4_X16: Interval = (23.9, 26.4)
 _PCIE5_X16: Interval = (50.0, 57.0)
 _REACHED: Interval = (0.4, 0.75)  # of a maker's matrix rate, in training: assumed
+# Cold reads of an NVMe disk, GB/s, from a small one behind PCIe 3.0 to a large one behind 4.0:
+# assumed.
+DISK_GBPS: Interval = (2.0, 7.0)
 _LAUNCH_S: Interval = (3e-6, 8e-6)  # of one kernel: assumed
 # How far a rate that was measured is off the mean of a training: assumed.
 _MEASURED = 0.05
@@ -159,13 +162,28 @@ def card_of(
     for name, value in measured.items():
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-            raise ValueError(f"{name}={value!r}: a rate is a number above zero")
-        slower, faster = _within(value)
+        slower, faster = _measured(name, value)
         ends = (faster, slower) if name == "launch_s" else (slower, faster)
         changed: dict[str, Any] = {name: ends, "measured": found.measured | {name}}
         found = replace(found, **changed)
     return found
+
+
+def disk_of(disk_gbps: float | None) -> Interval:
+    """Return the rates of the disk that a plan is for: as given, or those of an NVMe disk.
+
+    Raises
+    ------
+    ValueError
+        The rate is not above zero.
+    """
+    return DISK_GBPS if disk_gbps is None else _measured("disk_gbps", disk_gbps)
+
+
+def _measured(name: str, value: float) -> Interval:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise ValueError(f"{name}={value!r}: a rate is a number above zero")
+    return _within(value)
 
 
 def card_named(name: str) -> Card | None:

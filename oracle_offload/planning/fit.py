@@ -8,6 +8,7 @@ from ..engine.geometry import tensor_bytes
 from ..errors import OffloadError
 from ..host.sizes import parse_size
 from ..model.budget import AUTO, OFFLOADED, Budget, Weights, place
+from .cards import DISK_GBPS, Interval
 from .measure import Step
 from .storage import Storage
 
@@ -35,6 +36,8 @@ class Fit:
         The argument of `attach` that keeps the host within its room; None where it is not needed.
     missing_device, missing_host : int
         Bytes without which it does not fit.
+    disk_bytes : int
+        Of weights that stay in their files, because the host has no room for them.
     why : str
         What prevents it; empty where nothing does.
     sweep_bytes : tuple of int
@@ -54,6 +57,7 @@ class Fit:
     missing_host: int = 0
     why: str = ""
     sweep_bytes: tuple[int, ...] = ()
+    disk_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -81,6 +85,20 @@ class Fit:
         return int(self.storage.link_share * missing)
 
     @property
+    def read_bytes(self) -> tuple[int, int]:
+        """Least bytes that forward and backward read from disk: what arena and host do not hold."""
+        if self.verdict != STREAMED or not self.disk_bytes:
+            return 0, 0
+        every = self.storage.weight_bytes
+        forward, backward = self.sweep_bytes or (every, every)
+
+        def read(used: int) -> int:
+            held = self.storage.link_share * (every - used + self.arena_bytes)
+            return max(0, int(self.disk_bytes - held))
+
+        return read(forward), read(backward)
+
+    @property
     def offload_percent(self) -> float:
         """The share of the weights that has no room on the device, as `attach` takes it."""
         managed = self.storage.travelling_bytes + self.storage.kept_bytes
@@ -103,12 +121,15 @@ class Room:
     budget : Budget
         The arguments for `attach`. Without `offload_percent` and `vram_budget`, or with ``"auto"``,
         the arena takes what activations leave free.
+    disk_gbps : tuple of float
+        1e9 bytes/s of cold reads: the slowest and the fastest that is likely.
     """
 
     device_bytes: int
     host_bytes: int
     margin: float
     budget: Budget = field(default_factory=Budget)
+    disk_gbps: Interval = DISK_GBPS
 
     def __post_init__(self) -> None:
         if not 0 <= self.margin < 1:
@@ -211,8 +232,11 @@ def _counted(storage: Storage, device: dict[str, int], room: Room) -> Fit:
     arena = room.arena(Weights(weights, 0), left)
     missing = max(0, arena - left)
     most = room.masters(sum(host.values()) - weights)
-    short, budget = max(0, weights - most), None
-    if 0 < short <= min(arena, weights):  # weights that stay on the device need no master
+    short, budget, on_disk = max(0, weights - most), None, 0
+    if short and room.budget.disk and most > 0:
+        host = host | {"weights": most}
+        on_disk, short, budget = short, 0, most
+    elif 0 < short <= min(arena, weights):  # weights that stay on the device need no master
         host = host | {"weights": weights - short}
         device, arena, budget = device | {"weights": short}, arena - short, weights - short
         storage = replace(
@@ -231,17 +255,23 @@ def _counted(storage: Storage, device: dict[str, int], room: Room) -> Fit:
         missing,
         short,
         storage.why_not,
+        disk_bytes=on_disk,
     )
 
 
 def _streamed(storage: Storage, more: dict[str, int], room: Room) -> Fit:
-    budget, short, why = None, 0, ""
+    budget, short, on_disk, why = None, 0, 0, ""
     if room.budget.ram_budget == OFFLOADED:
         storage = storage.keeping(room.budget)
     host = storage.on_host()
     weights = host["weights"] + host["padding"]
     most = room.masters(sum(host.values()) - weights)
-    if weights > most:
+    if weights > most and room.budget.disk:
+        on_disk = min(weights - most, storage.file_bytes)
+        short, budget = weights - most - on_disk, most
+        if short:
+            why = "the host: it has no room for what is not read from files"
+    elif weights > most:
         try:
             if most <= 0:
                 raise OffloadError("gradients and optimizer state alone fill the host")
@@ -249,6 +279,7 @@ def _streamed(storage: Storage, more: dict[str, int], room: Room) -> Fit:
         except OffloadError as error:
             short, why = weights - most, f"the host: {error}"
     host = storage.on_host()
+    host["weights"] -= on_disk
     device = {row.name: row.bytes - storage.host_rows.get(row.name, 0) for row in storage.rows} | {
         "staging": storage.staging_bytes,
         **more,
@@ -278,4 +309,5 @@ def _streamed(storage: Storage, more: dict[str, int], room: Room) -> Fit:
         missing,
         short,
         why,
+        disk_bytes=on_disk,
     )

@@ -7,18 +7,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..model.budget import OFFLOADED
 from .codes import chosen_beside
-from .fit import RESIDENT, Fit, fit_step
+from .fit import RESIDENT, Fit, Room, fit_step
 from .measure import Step
 from .optimizers import OPTIMIZERS
 from .question import Question
 from .storage import Recipe, Storage, storage_of
 
+FROM_DISK = "budget=Budget(disk=True)"
 # What this library does not have, what it would give, and what has it.
 ABSENT = (
     (
-        "weights or states on NVMe",
-        "models larger than the host's memory",
+        "trained weights or states on NVMe",
+        "a full training that is larger than the host's memory; it writes all of them in each step",
         "DeepSpeed ZeRO-Infinity",
     ),
     (
@@ -46,6 +48,8 @@ class Rung:
         Whether other numbers are trained than without it.
     saves_device, saves_host : int
         Bytes less than what was asked about; negative where it needs more.
+    saves_disk : int
+        Bytes less that stay in files.
     verdict : str
         Of what was asked about, with it.
     option : str
@@ -57,6 +61,7 @@ class Rung:
     changes_result: bool
     saves_device: int
     saves_host: int
+    saves_disk: int
     verdict: str
     option: str
 
@@ -102,19 +107,21 @@ def ladder(
         changed: Recipe,
         other_step: Step = step,
         micro_batches: int = question.micro_batches,
+        there: Room = room,
     ) -> None:
         storage = storage_of(source, changed)
         if changed.compress == "auto":
             asked = replace(question, recipe=changed, micro_batches=micro_batches)
             storage = chosen_beside(asked, storage, other_step, found.storage)
-        _, other = fit_step(storage, other_step, micro_batches, room)
+        if changed.quantize:  # which no file has
+            there = replace(there, budget=replace(there.budget, disk=False))
+        _, other = fit_step(storage, other_step, micro_batches, there)
         saves_device = found.least_device_bytes - other.least_device_bytes
         saves_host = found.host_bytes - other.host_bytes
-        if saves_device > 0 or saves_host > 0:
-            verdict = other.verdict
-            rungs.append(
-                Rung(name, cost, changes_result, saves_device, saves_host, verdict, option)
-            )
+        saves_disk = found.disk_bytes - other.disk_bytes
+        saved = (saves_device, saves_host, saves_disk)
+        if any(size > 0 for size in saved):
+            rungs.append(Rung(name, cost, changes_result, *saved, other.verdict, option))
 
     known = step.activations is not None
     if known and not question.checkpointing:
@@ -143,6 +150,10 @@ def ladder(
         changed = replace(recipe, during_backward=True)
         cost = "no GradScaler, clipping or accumulation: gradients never come home"
         add("the optimizer in backward", cost, "during_backward=True", False, changed)
+    if recipe.train == "lora" and room.budget.ram_budget != OFFLOADED:
+        cost = "each step reads from disk what the host has no room for"
+        from_disk = replace(room, budget=replace(room.budget, disk=True))
+        add("frozen weights in their files", cost, FROM_DISK, False, recipe, there=from_disk)
     lighter = OPTIMIZERS.get(recipe.optimizer.lighter)
     while lighter is not None:
         option = f"optimizer={lighter.name!r}"

@@ -26,12 +26,18 @@ def python(fit: Fit, recipe: Recipe, switch: str, *, follows_steps: bool, togeth
     arguments = [f'vram_budget="{budget}"']
     if fit.ram_budget is not None:
         arguments.append(f'ram_budget="{written_size(fit.ram_budget)}"')
+    if fit.disk_bytes:
+        arguments.append("weights=folder, disk=True")
     if recipe.compress is not None:
         arguments.append(f'compress="{recipe.compress}"')
     lines.append("import oracle_offload")
     lines.append("")
     if recipe.train == "lora":
         lines.append("model.requires_grad_(False)")
+    if fit.disk_bytes:
+        lines.append(
+            "# the model is made inside oracle_offload.empty_weights(), its files are in folder"
+        )
     lines.append(f'manager = oracle_offload.attach(model, "cuda", {", ".join(arguments)})')
     if recipe.train == "lora":
         lines.append(f"# then the LoRA of rank {recipe.rank}, for example with peft")

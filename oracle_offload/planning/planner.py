@@ -15,7 +15,7 @@ from ..model.budget import Budget, budget_of
 from ..observe.recording import Recording, read_recording
 from . import report, verify
 from .answer import Answer
-from .cards import HOSTS_GB, card_of
+from .cards import DISK_GBPS, HOSTS_GB, card_of, disk_of
 from .codes import chosen
 from .fit import Fit, Room, fit_step
 from .ladder import ladder, shards
@@ -30,6 +30,7 @@ from .storage import QUANTISED, Recipe, Storage, storage_of
 
 logger = logging.getLogger("oracle_offload.planning")
 
+_STEPS_A_DAY = 86400 // 10  # of ten seconds
 _WORTH_TELLING = 1.2  # times the sequence that leaving activations make room for
 
 
@@ -64,20 +65,22 @@ class Plan(Answer):
         vram: int | float | str | None = None,
         ram: int | float | str | None = None,
         budget: Budget | None = None,
+        disk_gbps: float | None = None,
         **rates: float | None,
     ) -> Plan:
         """Return the plan of the same training elsewhere; the step is not measured again.
 
         Parameters
         ----------
-        card, vram, ram, budget, **rates
+        card, vram, ram, budget, disk_gbps, **rates
             As in `plan`; what is not given is as there by default, not as it was here, but that
             weights stay compressed.
         """
         recipe, chosen = self.question.recipe, card_of(card, vram=vram, **rates)
         if budget is None:
             budget = Budget(compress=recipe.compress)
-        room = Room(chosen.memory_bytes, _ram(ram), self.question.room.margin, budget)
+        disk = disk_of(disk_gbps)
+        room = Room(chosen.memory_bytes, _ram(ram), self.question.room.margin, budget, disk)
         recipe = replace(recipe, compress=budget.compress)
         return answer(replace(self.question, recipe=recipe, card=chosen, room=room), self.step)
 
@@ -152,6 +155,7 @@ def plan(
     ram: int | float | str | None = None,
     upstream: int = 1,
     margin: float = 0.08,
+    disk_gbps: float | None = None,
     fetch: bool = False,
     **rates: float | None,
 ) -> Plan:
@@ -218,6 +222,9 @@ def plan(
         much less of its own. ``oracle-offload doctor`` shows it.
     margin : float
         Share of the card that is left to CUDA, rounding and what is not foreseen.
+    disk_gbps : float, optional
+        What was measured of the disk that weights stay on with ``Budget(disk=True)``: 1e9 bytes/s
+        of cold reads, as ``oracle-offload doctor`` says; by default what NVMe disks reach.
     fetch : bool
         Whether to ask the hub for the config of a repository; nothing else uses a network.
     **rates : float, optional
@@ -282,7 +289,7 @@ def plan(
     dtype = None if dtype is None else _dtype(dtype, "dtype")
     source = source_of(model, config, dtype, fetch=fetch)
     chosen = card_of(card, vram=vram, **rates).behind(upstream)
-    room = Room(chosen.memory_bytes, _ram(ram), margin, budget)
+    room = Room(chosen.memory_bytes, _ram(ram), margin, budget, disk_of(disk_gbps))
     question = Question(
         source,
         recipe,
@@ -300,6 +307,8 @@ def plan(
 def answer(question: Question, step: Step | None = None) -> Plan:
     """Return the plan of a question, whose step may have been measured already."""
     storage = storage_of(question.source, question.recipe)
+    if question.room.budget.disk:
+        _refuse_disk(question.recipe, storage)
     step = _step(question, storage) if step is None else step
     why = ""
     if question.recipe.compress == "auto":
@@ -318,10 +327,29 @@ def answer(question: Question, step: Step | None = None) -> Plan:
         storage,
         found,
         step,
-        speed_of(step, found, question.card),
+        speed_of(step, found, question.card, question.room.disk_gbps),
         rungs,
         shards(storage),
         _assumptions(question, found, step, why),
+    )
+
+
+def _refuse_disk(recipe: Recipe, storage: Storage) -> None:
+    """Refuse to leave in files what no file has, and what would be written there all day."""
+    if recipe.quantize:
+        raise ValueError(
+            f"disk=True with quantize={recipe.quantize!r}: weights are quantised while they are "
+            "read, and no file has them so; leave one of the two away"
+        )
+    if recipe.train != "full":
+        return
+    kinds = ("weights", "master copies", "optimizer state")
+    written = sum(row.bytes for row in storage.rows if row.name in kinds)
+    a_day = written * _STEPS_A_DAY / 1e12
+    raise ValueError(
+        f"disk=True with train='full': {format_size(written)} of weights and states would be "
+        f"written in each step, {a_day:,.1f} TB a day at a step in ten seconds, and a disk bears "
+        "some hundreds in its life; disk=True is for frozen weights: train='lora', or leave it away"
     )
 
 
@@ -356,6 +384,12 @@ def _assumptions(question: Question, found: Fit, step: Step, why: str) -> tuple[
         said.append("the LoRA, its gradients and its state are unknown and counted nowhere")
     if card.upstream > 1:
         said.append(f"{card.upstream} cards share the link upstream, each has as much of it")
+    if any(found.read_bytes) and question.room.disk_gbps == DISK_GBPS:
+        slow, fast = DISK_GBPS
+        said.append(
+            f"the disk reads {slow:g} to {fast:g} GB/s, as NVMe disks do: not measured; "
+            "oracle-offload doctor measures it, disk_gbps= takes it"
+        )
     if found.storage.coded:
         said.append(question.source.expected.said(found.storage.coded))
     if why:

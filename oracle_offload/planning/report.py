@@ -63,6 +63,8 @@ def as_dict(plan: Answer) -> dict[str, Any]:
         "activations_leaving": None if (left := plan.step.leaving()) is None else left._asdict(),
         "step": vars(plan.speed),
         "ram_budget_bytes": fit.ram_budget,
+        "disk_bytes": fit.disk_bytes,
+        "disk_gbps": question.room.disk_gbps,
         "compress": question.recipe.compress,
         "compressed_bytes": fit.storage.coded_bytes[0],
         "compressed_host_bytes": fit.storage.coded_bytes[1],
@@ -93,7 +95,7 @@ def _python(plan: Answer) -> str:
 
 def _yaml(plan: Answer) -> str:
     question = plan.question
-    if plan.fit.verdict == NOWHERE:
+    if plan.fit.verdict == NOWHERE or plan.fit.disk_bytes:  # of which AI-Toolkit has no key
         return ""
     recipe, micro_batches = question.recipe, question.micro_batches
     return paste.yaml(plan.fit, recipe, question.checkpointing, question.batch, micro_batches)
@@ -129,6 +131,8 @@ def _anatomy(plan: Answer) -> list[tuple[str, str, str, str, str]]:
         rows.append(
             (name, format_size(size), f"{share:.2f}", format_size(device), format_size(host))
         )
+    if plan.fit.disk_bytes:
+        rows.append(("left in files", format_size(plan.fit.disk_bytes), "", "", ""))
     total, count = plan.storage.bytes, plan.storage.parameters
     rows.append(("together", format_size(total), f"{total / count:.2f}", "", ""))
     return rows
@@ -223,8 +227,9 @@ def as_page(plan: Answer) -> str:
 def speed(plan: Answer) -> str:
     """Return how long a step takes, as a sentence."""
     found = plan.speed
+    ends = f"{_disk(plan)}{_optimizer(plan)}"
     if found.low_s is None:
-        return f"How long a step takes is unknown: {found.why}.{_optimizer(plan)}"
+        return f"How long a step takes is unknown: {found.why}.{ends}"
     said = f"A step takes {show(found.low_s, 'time')} to {show(found.high_s, 'time')}"
     if plan.fit.verdict == RESIDENT:
         return f"{said}, all of it computing."
@@ -232,7 +237,30 @@ def speed(plan: Answer) -> str:
         f"{said}, {found.bottleneck}-bound: in the middle of that computing takes "
         f"{show(found.compute_s, 'time')}, copying {format_size(found.h2d_bytes)} "
         f"{show(found.link_s, 'time')}; no step with this arena takes less than "
-        f"{show(found.bound_s, 'time')}.{_optimizer(plan)}"
+        f"{show(found.bound_s, 'time')}.{ends}"
+    )
+
+
+def _disk(plan: Answer) -> str:
+    """Return what is read of weights that stay in their files, and what more memory would save."""
+    found, fit = plan.speed, plan.fit
+    if not fit.disk_bytes:
+        return ""
+    if not found.disk_bytes:
+        return " What stays in files is in the arena from the second step on: none of it is read."
+    said = (
+        f" A step reads {format_size(found.disk_bytes)} from disk, which takes "
+        f"{show(found.disk_s, 'time')} in the middle of its rates; a sweep of sampling reads "
+        f"{format_size(fit.read_bytes[0])}."
+    )
+    rest = "copies take" if found.step_s is None else "computing and copies take"
+    if not found.disk_paces:
+        return f"{said} The disk does not set the pace: {rest} longer."
+    paced = "" if found.disk_paces == "both" else f" of {found.disk_paces}"
+    return (
+        f"{said} The disk sets the pace{paced}: one more GiB of weights in memory saves "
+        f"{show(found.ram_gib_saves_s, 'time')}, up to {format_size(found.ram_enough_bytes)} of "
+        f"them, from where on {rest} longer."
     )
 
 
@@ -257,4 +285,7 @@ def _saved(rung: Rung) -> str:
         for size, where in ((rung.saves_device, "the device"), (rung.saves_host, "the host"))
         if size
     ]
+    if rung.saves_disk:
+        less = " less" if rung.saves_disk > 0 else ""
+        said.append(f"leaves {format_size(abs(rung.saves_disk))}{less} in files")
     return " and ".join(said)

@@ -13,7 +13,8 @@ from ..engine.replay import Size, predict_elsewhere
 from ..engine.simulated_time import SimulatedTime
 from ..engine.simulator import Device
 from ..errors import OffloadError
-from .cards import Card
+from ..host.sizes import GIB
+from .cards import DISK_GBPS, Card, Interval
 from .fit import NOWHERE, RESIDENT, Fit
 from .measure import Step
 
@@ -40,7 +41,7 @@ class Speed:
     h2d_bytes : float
         That travel in a step; of a full training with its optimizer's.
     bottleneck : str
-        ``"compute"``, ``"link"``, or ``"unknown"``.
+        ``"compute"``, ``"link"``, ``"disk"``, or ``"unknown"``.
     why : str
         Why nothing is known.
     d2h_bytes : float
@@ -48,6 +49,14 @@ class Speed:
     optimizer : str
         How the optimizer of a full training is taken to step: "after backward, on the device", or
         "in backward, on the device".
+    disk_bytes, disk_s : float
+        What a step reads of weights that stay in their files, and what that takes in the middle.
+    disk_paces : str
+        What waits for the disk in the middle: "forward", "backward", "both", or nothing.
+    ram_gib_saves_s : float
+        Seconds less for one more GiB of weights in memory; 0 where nothing waits for the disk.
+    ram_enough_bytes : int
+        Weights in memory from which on nothing waits for it; 0 where nothing does.
     """
 
     low_s: float | None = None
@@ -61,10 +70,61 @@ class Speed:
     why: str = ""
     d2h_bytes: float = 0.0
     optimizer: str = ""
+    disk_bytes: float = 0.0
+    disk_s: float = 0.0
+    disk_paces: str = ""
+    ram_gib_saves_s: float = 0.0
+    ram_enough_bytes: int = 0
 
 
-def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
+def speed_of(step: Step, fit: Fit, card: Card, disk_gbps: Interval = DISK_GBPS) -> Speed:
     """Return the seconds of a step whose bytes are where `fit` has them, on `card`."""
+    found = _without_disk(step, fit, card)
+    return _with_disk(found, step, fit, card, disk_gbps) if any(fit.read_bytes) else found
+
+
+def _with_disk(found: Speed, step: Step, fit: Fit, card: Card, disk_gbps: Interval) -> Speed:
+    """Return what a step takes where forward and backward have to wait for the disk as well.
+
+    Each takes the longest of its kernels, its copies and its reads, which go on at the same time.
+    """
+    rates = [1e9 * (disk_gbps[0] + share * (disk_gbps[1] - disk_gbps[0])) for share in _SHARES]
+
+    def beyond(number: int) -> list[float]:
+        """Return the seconds by which reading is longer than the rest of each phase."""
+        share = _SHARES[number]
+        kernels = [0.0, 0.0] if step.why else step.phases(_time(card, share))
+        missing = (fit.storage.link_share * nbytes for nbytes in _missing(fit))
+        copies = [nbytes / _link_rate(card, share) for nbytes in missing]
+        rest = map(max, kernels, copies)
+        return [read / rates[number] - s for read, s in zip(fit.read_bytes, rest, strict=True)]
+
+    slow, middle, fast = (sum(max(0.0, s) for s in beyond(number)) for number in range(3))
+    waits, reads = beyond(1), sum(fit.read_bytes)
+    paces = sum(s > 0 for s in waits)
+    held = sum(fit.host.get(name, 0) for name in ("weights", "padding"))
+    found = replace(
+        found,
+        disk_bytes=reads,
+        disk_s=reads / rates[1],
+        disk_paces=("", "backward", "forward", "both")[2 * (waits[0] > 0) + (waits[1] > 0)],
+        ram_gib_saves_s=paces * GIB / rates[1],
+        ram_enough_bytes=int(held + max(waits) * rates[1]) if paces else 0,
+    )
+    if found.low_s is None or found.step_s is None or found.high_s is None:
+        return found
+    step_s = found.step_s + middle
+    return replace(
+        found,
+        low_s=found.low_s + fast,
+        step_s=step_s,
+        high_s=found.high_s + slow,
+        bound_s=None if found.bound_s is None else found.bound_s + fast,
+        bottleneck="disk" if found.disk_s >= 0.9 * step_s else found.bottleneck,
+    )
+
+
+def _without_disk(step: Step, fit: Fit, card: Card) -> Speed:
     is_full = fit.storage.recipe.train == "full" and fit.verdict not in (RESIDENT, NOWHERE)
     if step.why:
         return _full_bytes(step, fit, step.why) if is_full else Speed(why=step.why)

@@ -213,6 +213,12 @@ class Storage:
         return {**rows, "weights": sum(sizes), "padding": padding}
 
     @property
+    def file_bytes(self) -> int:
+        """What of the weights on the host could stay in files: tables of rows are read in place."""
+        placed = [[leaf for leaf in unit if leaf.kind.needs_place] for unit in self.units]
+        return sum(self.host_bytes_of(tensor) for tensor in _distinct(placed))
+
+    @property
     def coded_bytes(self) -> tuple[int, int]:
         """The bytes of compressed weights: as they are, and on the host."""
         coded = [t for t in _distinct(self.units) if id(t) in self.coded]

@@ -586,6 +586,17 @@ def test_the_same_training_elsewhere() -> None:
         (dict(micro_batches="2"), "micro_batches='2' is not a whole number above zero"),
         (dict(batch=1.5), "batch=1.5 is not"),
         (dict(margin=1.0), "margin=1.0 is outside"),
+        (dict(disk_gbps=0), "disk_gbps=0: a rate is a number above zero"),
+        (dict(disk_gbps=True), "disk_gbps=True: a rate is a number above zero"),
+        (
+            dict(quantize="int8", budget=Budget(disk=True)),
+            "disk=True with quantize='int8': weights are quantised while they are read",
+        ),
+        (
+            # 2 + 8 bytes of a weight and AdamW's states, 8640 times a day
+            dict(train="full", budget=Budget(disk=True)),
+            "would be written in each step, 51.8 TB a day at a step in ten seconds",
+        ),
         (dict(budget=0.5), "budget=0.5 is no oracle_offload.Budget"),
         (dict(dtype="bf8"), "dtype='bf8' is not known"),
         (dict(adapter_dtype=torch.int8), "adapter_dtype=torch.int8 is not known"),
@@ -776,6 +787,13 @@ def timed(found: oracle_offload.planning.Plan, step: Any = None) -> oracle_offlo
     return replace(found, speed=known, step=found.step if step is None else step)
 
 
+def waiting(found: oracle_offload.planning.Plan) -> oracle_offload.planning.Plan:
+    """The plan with a step whose forward waits for the disk."""
+    known = timed(found).speed
+    reads = dict(disk_bytes=2.5e9, disk_s=0.625, disk_paces="forward")
+    return replace(found, speed=replace(known, **reads, ram_gib_saves_s=0.25, ram_enough_bytes=GIB))
+
+
 def shown() -> dict[str, oracle_offload.planning.Plan]:
     """Plans of each verdict, with and without what may be missing."""
     plan = functools.partial(oracle_offload.plan, measure=False, margin=0)
@@ -803,6 +821,15 @@ def shown() -> dict[str, oracle_offload.planning.Plan]:
         "early": plan(
             Blocks(), train="full", during_backward=True, vram=200 * kib, ram="1GiB", dtype="fp16"
         ),
+        "disk": waiting(
+            plan(
+                Blocks(),
+                ram=150 * kib,
+                budget=Budget(disk=True, offload_percent=1.0),
+                disk_gbps=4.0,
+                **little,
+            )
+        ),
         "neither": plan(Blocks(), vram=40 * kib, ram=8 * kib, rank=1),
         "packed": plan(
             Blocks(), ram="1GiB", quantize="nf4", budget=Budget(offload_percent=1.0), **little
@@ -825,7 +852,7 @@ def every() -> dict[str, oracle_offload.planning.Plan]:
 
 SHOWN = (
     *("resident", "streamed", "shared", "nowhere", "units"),
-    *("full", "early", "neither", "packed", "compressed"),
+    *("full", "early", "disk", "neither", "packed", "compressed"),
 )
 
 
@@ -982,6 +1009,8 @@ def test_the_command_exits_with_3_where_it_does_not_fit(
         ("--offload-percent 0.5", {"budget": Budget(offload_percent=0.5)}),
         ("--vram-budget 2GiB", {"budget": Budget(vram_budget="2GiB")}),
         ("--card 8 --ram-budget 6GiB", {"card": 8, "budget": Budget(ram_budget="6GiB")}),
+        ("--card 8 --ram 8GB --disk", {"card": 8, "ram": "8GB", "budget": Budget(disk=True)}),
+        ("--disk-gbps 3", {"disk_gbps": 3.0}),
         ("--margin 0.2", {"margin": 0.2}),
     ],
 )

@@ -143,6 +143,7 @@ PLAN = {
     "measure": True, "card": None, "vram": None, "ram": None, "link_gbps": None,
     "memory_gbps": None, "tflops": None, "launch_s": None, "upstream": 1,
     "offload_percent": None, "vram_budget": None, "ram_budget": None, "margin": 0.08,
+    "disk": False, "disk_gbps": None,
     "verify": None, "json": False, "html": None, "during_backward": False,
 }  # fmt: skip
 BENCH = {"matrix": "a.py", "steps": "8", "device": "cuda", "json": False, "more": []}
@@ -155,7 +156,7 @@ TAKEN: dict[str, dict[str, object]] = {
     " --master-dtype fp32 --quantize nf4 --compress auto --no-checkpointing --batch 2"
     " --micro-batches 3 --sample 512 --no-measure --card 16 --vram 20GiB --ram 48GB --link-gbps 25"
     " --memory-gbps 900 --tflops 80 --launch-s 1e-5 --upstream 2 --offload-percent 0.5 --margin 0.1"
-    " --vram-budget 9GiB --ram-budget auto --during-backward"
+    " --vram-budget 9GiB --ram-budget auto --during-backward --disk --disk-gbps 3.5"
     " --verify run.jsonl --json --html page": {
         "model": "1M", "train": "full", "rank": 4, "targets": ["a", "b"], "optimizer": "sgd",
         "fetch": False, "dtype": "fp8", "adapter_dtype": "bf16", "master_dtype": "fp32",
@@ -164,7 +165,7 @@ TAKEN: dict[str, dict[str, object]] = {
         "ram": "48GB", "link_gbps": 25.0, "memory_gbps": 900.0, "tflops": 80.0, "launch_s": 1e-5,
         "upstream": 2, "offload_percent": 0.5, "vram_budget": "9GiB", "ram_budget": "auto",
         "margin": 0.1, "verify": "run.jsonl", "json": True, "during_backward": True,
-        "html": "page",
+        "html": "page", "disk": True, "disk_gbps": 3.5,
     },
     "bench --matrix a.py": BENCH,
     "bench --matrix a.py --steps 2 --device cpu --json -- --rank 3": {
