@@ -13,7 +13,7 @@ from ..observe.page import escape, fragment, page
 from ..observe.run_report import show
 from . import paste
 from .answer import Answer
-from .fit import NOWHERE, RESIDENT
+from .fit import NOWHERE, RESIDENT, STREAMED
 from .ladder import ABSENT, Rung
 from .source import switch_of
 
@@ -245,7 +245,8 @@ def _disk(plan: Answer) -> str:
     """Return what is read of weights that stay in their files, and what more memory would save."""
     found, fit = plan.speed, plan.fit
     if not fit.disk_bytes:
-        return ""
+        needless = plan.question.room.budget.disk and fit.verdict == STREAMED
+        return " No weight stays in its file: the host has room for all." if needless else ""
     if not found.disk_bytes:
         return " What stays in files is in the arena from the second step on: none of it is read."
     said = (

@@ -221,7 +221,11 @@ def test_the_pace_of_the_disk_is_told_and_what_memory_saves() -> None:
     assert "The disk does not set the pace: copies take longer." in fast
     held = told(planned(2 * LAYER))
     assert "What stays in files is in the arena from the second step on: none of it" in held
-    assert "from disk" not in told(planned(4 * LAYER))
+    needless = told(planned(4 * LAYER))
+    assert "No weight stays in its file: the host has room for all." in needless
+    assert "from disk" not in needless and "No weight stays" not in told(found)
+    usual = told(planned(4 * LAYER, budget=Budget(offload_percent=1.0)))
+    assert "No weight stays" not in usual
 
 
 def test_a_rate_that_was_not_measured_is_called_so() -> None:

@@ -68,7 +68,7 @@ def test_the_disk_of_a_file_is_measured(tmp_path: Path) -> None:
     found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}["disk"]
     assert found["facts"]["path"] == str(file)
     if found["facts"]["kind"] not in ("tmpfs", "ramfs"):
-        assert found["verdict"] in ("ok", "warn") and found["facts"]["gbps"] > 0, found
+        assert found["verdict"] in ("ok", "warn") and found["facts"]["read_gbps"] > 0, found
         threads = [rate["threads"] for rate in found["facts"]["rates"]]
         assert threads == [1, 4, 8] and found["facts"]["read_bytes"] <= 64 << 20
         assert "GB/s cold" in found["value"] and "from disk" in found["why"]

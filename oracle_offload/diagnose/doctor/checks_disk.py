@@ -27,7 +27,7 @@ def check_disk(system: System) -> Finding:
         "kind": remote or (mount.kind if mount is not None else None),
         "source": mount.source if mount is not None else None,
         "rotational": turns,
-        "gbps": None,
+        "read_gbps": None,
     }
     on = remote
     if mount is not None:
@@ -80,13 +80,17 @@ def _shown(gbps: float) -> str:
 
 def _facts(speed: DiskSpeed) -> dict[str, object]:
     return {
-        "gbps": speed.gbps,
+        "read_gbps": speed.gbps,
         "threads": speed.best.reads.threads,
         "direct": speed.direct,
         "read_bytes": speed.nbytes,
         "read_s": speed.seconds,
         "rates": [
-            {"threads": rate.reads.threads, "block_bytes": rate.reads.nbytes, "gbps": rate.gbps}
+            {
+                "threads": rate.reads.threads,
+                "block_bytes": rate.reads.nbytes,
+                "read_gbps": rate.gbps,
+            }
             for rate in speed.rates
         ],
     }
