@@ -590,8 +590,10 @@ def landing(layer: Any, master: Tensor) -> Tensor:
     """Return the tensor that represents a trained master in the graph."""
     for known in (layer.landings, layer.state.landings):
         found: Tensor | None = known.get(id(master))
+        if found is None or found.dtype is not master.dtype:  # which ``.data`` may change
+            continue
         # `torch.utils.swap_tensors` leaves the accumulation with what the master was.
-        if found is not None and accumulator_of(found.grad_fn).variable is master:
+        if accumulator_of(found.grad_fn).variable is master:
             if known is not layer.landings:
                 layer.landings[id(master)] = found
             return found
