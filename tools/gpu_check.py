@@ -104,6 +104,7 @@ CLOCK = (
     _tests(
         *("", 150, "other_libraries", "micro_batch_attributes", "answers", "replaced_weights"),
         *("attachment", "summary", "saving", "masters", "checkpoint", "aitoolkit_layers", "swap"),
+        "module_list",
     ),
 )
 OBJECTS = (
