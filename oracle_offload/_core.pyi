@@ -34,6 +34,7 @@ class Stats(TypedDict):
     managed_bytes: int  # device bytes of all units
     locked_bytes: int  # host bytes that are page-locked
     pageable_bytes: int  # host bytes of units that could not be locked
+    disk_bytes: int  # of masters that are in files
     ring_bytes: int  # page-locked bytes of the rings that those pass through
     arena_bytes: int  # capacity: bytes of all segments
     staging_bytes: int  # device bytes that coded weights pass through
@@ -45,6 +46,8 @@ class Stats(TypedDict):
     h2d_copies: int
     h2d_seconds: float  # of the copies measured
     h2d_timed_bytes: int  # bytes of the copies measured
+    disk_read_bytes: int  # of h2d_bytes, those that were read from files
+    disk_read_seconds: float  # that those reads took, added up over copy threads
     unlocked_h2d_bytes: int  # of masters that are not page-locked
     unlocked_h2d_seconds: float  # in which copy threads were at them, by the host's clock
     decodes: int  # chunks of coded masters that a kernel has decoded
@@ -100,11 +103,14 @@ class HostBuffer:
     Not inherited by forked children while locked.
     """
 
-    def __new__(cls, nbytes: int, node: int = -1, file: int = -1, begin: int = 0) -> Self:
+    def __new__(
+        cls, nbytes: int, node: int = -1, file: int = -1, begin: int = 0, path: str = ...
+    ) -> Self:
         """`node`: the NUMA node that its pages shall be on, as far as threads may run there.
 
         `file`: a descriptor, or what `section_create` has made, whose bytes from `begin` on it is:
-        in all processes the same memory.
+        in all processes the same memory. With its `path` it is all of that file instead, privately
+        mapped: what an engine copies of it, it reads from the file, unless it was written here.
         """
 
     def __buffer__(self, flags: int, /) -> memoryview: ...

@@ -39,7 +39,7 @@ from .layers.handle import make_put_off
 from .layers.leaf import Leaf
 from .layers.loan import Borrower
 from .layers.quantised import unknown_codes
-from .model import admission, answers, masters, other_libraries, selection
+from .model import admission, answers, masters, on_disk, other_libraries, selection
 from .model.answers import Answers
 from .model.attachment import Attachment, close_leftovers
 from .model.budget import AUTO, Budget, Weights, budget_of, place
@@ -255,7 +255,7 @@ class MemoryManager:
         Parameters
         ----------
         budget : Budget, optional
-            Whose ``ram_budget``, ``lock`` and ``compress`` are those of `attach`.
+            Whose ``ram_budget``, ``lock``, ``compress`` and ``disk`` are those of `attach`.
         offload_percent, vram_budget : optional
             The two fields of it that can change, as of `attach`.
 
@@ -280,7 +280,7 @@ class MemoryManager:
         else:
             share = 1.0 if offload_percent is None else offload_percent
             budget = budget_of(budget, offload_percent=share, vram_budget=vram_budget)
-        for name in ("ram_budget", "lock", "compress"):
+        for name in ("ram_budget", "lock", "compress", "disk"):
             asked, was = getattr(budget, name), getattr(before, name)
             if asked != was:
                 raise ValueError(
@@ -396,6 +396,7 @@ def attach(
     weights: str | os.PathLike[str] | None = None,
     quantize: Quantize | None = None,
     compress: str | None = None,
+    disk: bool = False,
     share: str | None = None,
 ) -> MemoryManager:
     """Keep the weights of `module` in page-locked host memory and stream them while it computes.
@@ -412,7 +413,7 @@ def attach(
         Where it computes: ``"cuda"`` (the default), ``"cuda:1"``, or ``"cpu"`` for the simulated
         device.
     budget : Budget, optional
-        What weights may take of device and host, as one object; or each of its five fields, which
+        What weights may take of device and host, as one object; or each of its six fields, which
         come next, as an argument.
     offload_percent : float
         Share in [0, 1] of the managed bytes that has no room on the device. The arena holds the
@@ -444,6 +445,9 @@ def attach(
     compress : {"lossless", "auto"}, optional
         Keep frozen weights in fewer bytes, without loss: all that get smaller, or the least that
         removes waiting for copies, and what `ram_budget` has no room for (docs/lossless.md).
+    disk : bool
+        With `weights`: frozen weights for which `ram_budget` (``"auto"`` then) has no room stay in
+        their files, and are read from there each time they travel (docs/from-disk.md).
     share : {"node"}, optional
         Under torchrun: all ranks of this machine have the frozen weights in one host copy, each
         reading it for its own GPU (docs/several-gpus.md). All of them have to call it alike.
@@ -484,7 +488,13 @@ def attach(
             ram_budget=ram_budget,
             lock=lock,
             compress=compress,
+            disk=disk,
         )
+        if wanted.disk and shared is not None:
+            raise OffloadError(
+                "disk=True next to share='node': what a rank writes to a weight that stays in its "
+                "file is its own, and the others would not see it; leave one of them away."
+            )
         where = _check(module, device, wanted, reads=weights is not None, quantizes=quantize)
         order = None if order_file is None else OrderFile(order_file)
         reading = None if weights is None else Loading(module, weights, quantize)
@@ -551,6 +561,8 @@ class _Placed:
         How small compressed weights get.
     home : torch.device
         Where the weights are now.
+    disk : OnDisk
+        What stays in files.
     loading, shared : Loading, Share or None
         The files that they come from; the ranks that have them together.
     """
@@ -565,6 +577,7 @@ class _Placed:
     host_room: HostRoom
     expected: Expected
     home: torch.device
+    disk: on_disk.OnDisk
     loading: Loading | None
     shared: Share | None
 
@@ -587,7 +600,12 @@ def _place(
     asked = budget
     if shared is not None:
         budget = same_limit(every, asked, shared)
-    units, kept, host_room = part(every, budget, expected)
+    disk = on_disk.OnDisk()
+    if budget.disk:
+        units, kept, disk = on_disk.part(every, budget, loading)
+        host_room = HostRoom()
+    else:
+        units, kept, host_room = part(every, budget, expected)
     all_locked = budget.most_locked_bytes() == float("inf")
     return _Placed(
         asked,
@@ -600,6 +618,7 @@ def _place(
         host_room,
         expected,
         _home_of(units),
+        disk,
         loading,
         shared,
     )
@@ -664,6 +683,7 @@ def _coded(attachment: Attachment, placed: _Placed) -> list[Tensor]:
     """Return the tensors that become coded masters, the same on all ranks."""
     budget, state = placed.budget, attachment.state
     coded = codable(placed.units) if budget.compress else []
+    coded = [tensor for tensor in coded if not placed.disk.has(tensor)]
     if budget.compress == AUTO:
         room = (
             int(0.9 * state.free_bytes()) - placed.kept.bytes
@@ -671,6 +691,7 @@ def _coded(attachment: Attachment, placed: _Placed) -> list[Tensor]:
             else _capacity(state, placed, 0)
         )
         coded = _least_coded(attachment, placed, room)
+        coded = [tensor for tensor in coded if not placed.disk.has(tensor)]
     if coded and not _can_decode(attachment, placed):
         coded = []
     if placed.shared is not None:
@@ -687,7 +708,7 @@ def _fill_masters(
     pieces.budget.reserve_rings(managed)
     coder = coder_for(coded, placed.budget.ram_budget, placed.host_room)
     pieces.share_with(shared)
-    admission.build_masters(pieces, placed.units, moved, placed.loading, coder, shared)
+    admission.build_masters(pieces, placed.units, moved, placed.loading, coder, shared, placed.disk)
     pieces.budget.leave_headroom(pieces.in_order())
     if shared is not None:
         shared.seal(pieces.shared())

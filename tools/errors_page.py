@@ -32,6 +32,50 @@ NOTES: dict[str, dict[str, str]] = {
         "was written while its weights were read": (
             "Another program saves to the file: wait until it has ended, and attach again."
         ),
+        "disk=True next to share='node'": (
+            "Ranks that share weights share what is written to them, and a file is never written: "
+            "have the weights in memory that is shared, or let each rank read its own."
+        ),
+        "is neither True nor False": "`disk` is a switch; `ram_budget` says how much.",
+        "ram_budget='offloaded' is for weights that stay": (
+            "With `disk=True` what has no room stays in its file, and needs no place on the device."
+        ),
+        "disk=True is for frozen weights": (
+            "Weights and optimizer states that change would be written at every step, and wear a "
+            "disk out: train adapters of a frozen model, or give `ram_budget` room for what trains."
+        ),
+        "disk=True leaves weights in the files": (
+            "Give the files: `attach(..., weights=path, disk=True)`; the model is made inside "
+            "`oracle_offload.empty_weights()`."
+        ),
+        "disk=True needs a system that tells": (
+            "On Windows have the weights in memory (`ram_budget`), or use WSL2."
+        ),
+        "disk=True: no weight can stay": (
+            "What stays is read as it is: the file needs the model's names, shapes and dtypes. "
+            "`oracle_offload.save_weights` writes such a file once."
+        ),
+        "is on a network mount": (
+            "Each step would wait for another machine, and a change there is not seen in time: "
+            "copy the files to a local disk."
+        ),
+        "was written, replaced or deleted since its weights were attached": (
+            "Weights that stay in their file are read as long as the model is attached. Leave the "
+            "file alone meanwhile; a new version goes to another name."
+        ),
+        "ended before its bytes had come": (
+            "A read returned less than the file has: look at the system's log for the disk."
+        ),
+        "was replaced or written while it was opened": (
+            "Another program saves to the file: wait until it has ended, and attach again."
+        ),
+        "cannot be mapped": "The file system maps no files privately: copy it to another.",
+        "memory that shows a file cannot be locked": (
+            "An engine knows such memory by `oo_engine_lock` of 0 bytes."
+        ),
+        "the next step reads again": (
+            "The system's reason follows; where it lasts, the disk or its cable is failing."
+        ),
         "is not a number in [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
         "is outside [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
         "set_budget() needs a budget=": (

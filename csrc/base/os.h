@@ -41,6 +41,28 @@ int oo__pages_show(void *pages, size_t bytes, int file, uint64_t begin);
 int oo__pages_own(void *memory, size_t bytes);
 size_t oo__page_bytes(void);
 
+/* Which file it is, and of when: another where it was written, cut off or replaced. */
+struct oo_file_state {
+    uint64_t device, inode, size;
+    int64_t written_s;
+    uint32_t written_ns;
+};
+/* Open a file for reading: a descriptor that a child started by exec has not, or -1 with errno.
+ * `direct`: past the system's cache, into whole pages and from multiples of a page alone; some file
+ * systems refuse that here, or with EINVAL as it is read. On Windows neither, nor what follows. */
+int oo__file_open(const char *path, int direct);
+void oo__file_close(int file);
+/* Of an open file; of what has the name `path` now. Returns 0, or -1 with errno. */
+int oo__file_state(int file, struct oo_file_state *state);
+int oo__path_state(const char *path, struct oo_file_state *state);
+/* Read from `begin` on. Returns the bytes that were read, fewer only where the file ends, or -1
+ * with errno. */
+ptrdiff_t oo__file_read(int file, void *target, size_t bytes, uint64_t begin);
+/* A hint: what the system has cached of it is of no further use. */
+void oo__file_uncache(int file, uint64_t begin, size_t bytes);
+/* All of a file, privately, and copied on write; no memory is claimed for that. NULL with errno. */
+void *oo__file_map(int file, size_t bytes);
+
 /* A flag page that reads 0 in a forked child, so that telling parent from child costs one load. */
 struct oo_fork_guard;
 struct oo_fork_guard *oo__fork_guard_create(void);

@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -168,6 +169,74 @@ int oo__pages_own(void *memory, size_t bytes) {
 }
 
 #endif
+
+int oo__file_open(const char *path, int direct) {
+#ifdef O_DIRECT
+    return open(path, O_RDONLY | O_CLOEXEC | (direct ? O_DIRECT : 0));
+#else
+    errno = EINVAL;
+    return direct ? -1 : open(path, O_RDONLY | O_CLOEXEC);
+#endif
+}
+
+void oo__file_close(int file) { close(file); }
+
+static int oo__state_of(int failed, const struct stat *found, struct oo_file_state *state) {
+#if defined(__APPLE__)
+    const struct timespec written = found->st_mtimespec;
+#else
+    const struct timespec written = found->st_mtim;
+#endif
+    if (!failed)
+        *state = (struct oo_file_state){(uint64_t)found->st_dev, (uint64_t)found->st_ino,
+                                        (uint64_t)found->st_size, written.tv_sec,
+                                        (uint32_t)written.tv_nsec};
+    return failed;
+}
+
+int oo__file_state(int file, struct oo_file_state *state) {
+    struct stat found = {0};
+    return oo__state_of(fstat(file, &found), &found, state);
+}
+
+int oo__path_state(const char *path, struct oo_file_state *state) {
+    struct stat found = {0};
+    return oo__state_of(stat(path, &found), &found, state);
+}
+
+ptrdiff_t oo__file_read(int file, void *target, size_t bytes, uint64_t begin) {
+    size_t done = 0;
+    while (done < bytes) {
+        const ssize_t got = pread(file, (char *)target + done, bytes - done, (off_t)(begin + done));
+        if (got < 0 && errno == EINTR)
+            continue;
+        /* A direct read that has met the end of the file within a page goes on from no page. */
+        if (got == 0 || (got < 0 && errno == EINVAL && done))
+            break;
+        if (got < 0)
+            return -1;
+        done += (size_t)got;
+    }
+    return (ptrdiff_t)done;
+}
+
+void oo__file_uncache(int file, uint64_t begin, size_t bytes) {
+#ifdef POSIX_FADV_DONTNEED
+    (void)posix_fadvise(file, (off_t)begin, (off_t)bytes, POSIX_FADV_DONTNEED);
+#else
+    (void)file, (void)begin, (void)bytes;
+#endif
+}
+
+void *oo__file_map(int file, size_t bytes) {
+#ifdef MAP_NORESERVE
+    const int flags = MAP_PRIVATE | MAP_NORESERVE;
+#else
+    const int flags = MAP_PRIVATE;
+#endif
+    void *pages = mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
+    return pages == MAP_FAILED ? NULL : pages;
+}
 
 struct oo_fork_guard {
     volatile int *alive; /* on a page that the kernel wipes in children */

@@ -113,6 +113,44 @@ int oo__pages_own(void *memory, size_t bytes) {
     return -1;
 }
 
+/* No weights stay in files where nothing tells which of their pages were written. */
+static int oo__no_files(void) {
+    errno = ENOSYS;
+    return -1;
+}
+
+int oo__file_open(const char *path, int direct) {
+    (void)path, (void)direct;
+    return oo__no_files();
+}
+
+void oo__file_close(int file) { (void)file; }
+
+int oo__file_state(int file, struct oo_file_state *state) {
+    (void)file, (void)state;
+    return oo__no_files();
+}
+
+int oo__path_state(const char *path, struct oo_file_state *state) {
+    (void)path, (void)state;
+    return oo__no_files();
+}
+
+ptrdiff_t oo__file_read(int file, void *target, size_t bytes, uint64_t begin) {
+    (void)file, (void)target, (void)bytes, (void)begin;
+    return oo__no_files();
+}
+
+void oo__file_uncache(int file, uint64_t begin, size_t bytes) {
+    (void)file, (void)begin, (void)bytes;
+}
+
+void *oo__file_map(int file, size_t bytes) {
+    (void)file, (void)bytes;
+    errno = ENOSYS;
+    return NULL;
+}
+
 struct oo_fork_guard {
     int unused;
 };

@@ -75,6 +75,7 @@ const char *oo_status_name(enum oo_status status) {
         OO_NAME(OO_E_DRIVER_STUB)
         OO_NAME(OO_E_DRIVER_OLD)
         OO_NAME(OO_E_NO_DEVICE)
+        OO_NAME(OO_E_FILE)
 #undef OO_NAME
     }
     return "unknown oo_status";

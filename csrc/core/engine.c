@@ -44,6 +44,7 @@
 #include "../base/os.h"
 #include "call.h"
 #include "copies.h"
+#include "disk.h"
 #include "feed.h"
 #include "fingerprint.h"
 #include "journal.h"
@@ -65,12 +66,23 @@ static size_t oo__master_bytes(const struct oo_member_tensor *tensor) {
     return tensor->coded_bytes ? tensor->coded_bytes : tensor->bytes;
 }
 
-static uint64_t oo__read_masters(const struct oo_member *member, enum oo_reading reading) {
+/* What is in a file, and was not written, is what it was: it is not read for that. */
+static uint64_t oo__read_master(const struct oo_engine *engine, const struct oo_unit *unit,
+                                const struct oo_member_tensor *tensor, enum oo_reading reading) {
+    const size_t bytes = oo__master_bytes(tensor);
+    const struct oo_known *memory =
+        unit->on_disk ? oo__known_memory(engine, tensor->host, bytes) : NULL;
+    if (memory && memory->host->disk && !oo__disk_written(tensor->host, bytes))
+        return 0;
+    return oo__fingerprint(tensor->host, bytes, reading);
+}
+
+static uint64_t oo__read_masters(const struct oo_engine *engine, const struct oo_member *member,
+                                 enum oo_reading reading) {
     uint64_t fingerprint = 0;
     for (uint32_t i = 0; i < member->n_tensors; i++)
-        fingerprint =
-            fingerprint * 31 + oo__fingerprint(member->tensors[i].host,
-                                               oo__master_bytes(&member->tensors[i]), reading);
+        fingerprint = fingerprint * 31 + oo__read_master(engine, &engine->units[member->unit],
+                                                         &member->tensors[i], reading);
     return fingerprint;
 }
 
@@ -86,9 +98,9 @@ static void oo__note_masters(struct oo_engine *engine, uint32_t id) {
     for (uint32_t i = 0; i < unit->n_members; i++) {
         struct oo_member *member = &engine->members[unit->members[i]];
         member->stamp_known = 0;
-        const uint64_t glance = oo__read_masters(member, OO_GLANCE);
+        const uint64_t glance = oo__read_masters(engine, member, OO_GLANCE);
         if (glance != member->glance || unit->trainable || engine->verify)
-            member->fingerprint = oo__read_masters(member, oo__full_reading(engine));
+            member->fingerprint = oo__read_masters(engine, member, oo__full_reading(engine));
         member->glance = glance;
     }
 }
@@ -96,14 +108,14 @@ static void oo__note_masters(struct oo_engine *engine, uint32_t id) {
 /* Another stamp: what was read is of weights that no longer exist. */
 static void oo__note_stamp(struct oo_engine *engine, struct oo_member *member, uint64_t stamp) {
     if (member->stamp != stamp)
-        member->fingerprint = oo__read_masters(member, oo__full_reading(engine));
+        member->fingerprint = oo__read_masters(engine, member, oo__full_reading(engine));
     member->stamp = stamp;
     member->stamp_known = 1;
 }
 
 static int oo__masters_changed(const struct oo_engine *engine, struct oo_member *member) {
     const uint64_t before = member->fingerprint;
-    member->fingerprint = oo__read_masters(member, oo__full_reading(engine));
+    member->fingerprint = oo__read_masters(engine, member, oo__full_reading(engine));
     return member->fingerprint != before;
 }
 
@@ -1026,8 +1038,8 @@ enum oo_status oo_unit_rewritten(struct oo_engine *engine, uint32_t id,
         struct oo_member *member = &engine->members[stamps[i].member];
         member->stamp = stamps[i].stamp;
         member->stamp_known = 1;
-        member->fingerprint = oo__read_masters(member, oo__full_reading(engine));
-        member->glance = oo__read_masters(member, OO_GLANCE);
+        member->fingerprint = oo__read_masters(engine, member, oo__full_reading(engine));
+        member->glance = oo__read_masters(engine, member, OO_GLANCE);
     }
     unit->stale = !is_right;
     if (!is_right && !oo_plan_pins(engine->plan, id))

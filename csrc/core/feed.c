@@ -14,6 +14,7 @@
 #include "feed.h"
 #include "../base/os.h"
 #include "copies.h"
+#include "disk.h"
 #include "ring.h"
 #include "simulated.h"
 #include "staging.h"
@@ -73,9 +74,10 @@ struct oo_piece {
     unsigned slot;
 };
 
-/* For the device, while a piece was copied; of those, how many a failure made necessary. */
-struct oo_waits {
-    uint64_t all, recoveries;
+/* What a piece took. */
+struct oo_costs {
+    uint64_t waits, recoveries; /* for the device; of those, how many a failure made necessary */
+    uint64_t disk_bytes, disk_nanoseconds;
 };
 
 /* There are no more threads than pieces of the ring, and each takes one at a time. */
@@ -92,6 +94,15 @@ static int oo__is_decoded(const struct oo_part *part) {
     return part->header.mode == OO_CODEC_TIERS;
 }
 
+/* The most bytes of a piece: a ring's, or what is read from a file in one go, of whole pages. */
+static size_t oo__most_of(const struct oo_ring *ring, const struct oo_piece *piece) {
+    const int is_read = oo__disk_of(piece->part) != NULL;
+    const size_t room = piece->staged ? ring->piece_bytes : oo__ring_piece_bytes;
+    if (!piece->staged && !is_read)
+        return SIZE_MAX;
+    return is_read ? room - oo__disk_skew(piece->host) : room;
+}
+
 /* The feed's next piece; with the last one it leaves the queue. Under the mutex. */
 static struct oo_piece oo__take_piece(struct oo_engine *engine, struct oo_feed *feed) {
     struct oo_ring *ring = &engine->up;
@@ -103,11 +114,11 @@ static struct oo_piece oo__take_piece(struct oo_engine *engine, struct oo_feed *
                              .locked = part->locked,
                              .staged = !part->locked && ring->base && !oo__is_decoded(part),
                              .begins = feed->offset == 0};
-    if (piece.staged) {
+    if (piece.staged)
         piece.slot = oo__take_slot(ring);
-        if (piece.bytes > ring->piece_bytes)
-            piece.bytes = ring->piece_bytes;
-    }
+    const size_t most = oo__most_of(ring, &piece);
+    if (piece.bytes > most)
+        piece.bytes = most;
     feed->offset += piece.bytes;
     if (feed->offset == part->bytes) {
         feed->offset = 0;
@@ -119,7 +130,7 @@ static struct oo_piece oo__take_piece(struct oo_engine *engine, struct oo_feed *
 
 /* Wait until the ring's piece may be written. */
 static int oo__slot_wait(struct oo_engine *engine, unsigned slot, struct oo_failure *failure,
-                         struct oo_waits *waits) {
+                         struct oo_costs *costs) {
     const struct oo_ring *ring = &engine->up;
     const OOCUevent busy = ring->busy[slot]->handle;
     /* H5: a queued copy may still read what this piece held. */
@@ -127,28 +138,46 @@ static int oo__slot_wait(struct oo_engine *engine, unsigned slot, struct oo_fail
         const OOCUresult ended = engine->driver.cuEventQuery(busy);
         if (ended != OOCU_ERROR_NOT_READY)
             return oo__works(failure, "cuEventQuery", ended);
-        waits->all++;
+        costs->waits++;
         return oo__works(failure, "cuEventSynchronize", engine->driver.cuEventSynchronize(busy));
     }
-    waits->all++;
-    waits->recoveries++;
+    costs->waits++;
+    costs->recoveries++;
     return oo__works(failure, "cuStreamSynchronize",
                      engine->driver.cuStreamSynchronize(engine->h2d));
 }
 
+/* Bring the piece's bytes into `room`: from the file where they are in one, else from memory.
+ * Returns where they are there; NULL: `failure`. */
+static const char *oo__piece_bring(const struct oo_piece *piece, char *room,
+                                   struct oo_failure *failure, struct oo_costs *costs) {
+    if (!oo__disk_of(piece->part) || oo__disk_written(piece->host, piece->bytes)) {
+        memcpy(room, piece->host, piece->bytes);
+        return room;
+    }
+    const uint64_t begin = oo__nanoseconds();
+    const char *bytes = oo__disk_read(piece->part, piece->host, piece->bytes, room, failure);
+    costs->disk_nanoseconds += oo__nanoseconds() - begin;
+    costs->disk_bytes += bytes ? piece->bytes : 0;
+    return bytes;
+}
+
 static int oo__copy_staged(struct oo_engine *engine, const struct oo_piece *piece,
-                           struct oo_failure *failure, struct oo_waits *waits) {
+                           struct oo_failure *failure, struct oo_costs *costs) {
     struct oo_ring *ring = &engine->up;
     const unsigned slot = piece->slot;
     char *staging = ring->base + slot * ring->piece_bytes;
-    if (!oo__slot_wait(engine, slot, failure, waits) ||
-        !oo__works(failure, "simHostAccess", oo__declare_access(engine, staging, piece->bytes, 1)))
+    if (!oo__slot_wait(engine, slot, failure, costs) ||
+        !oo__works(failure, "simHostAccess",
+                   oo__declare_access(engine, staging, ring->piece_bytes, 1)))
         return 0;
-    memcpy(staging, piece->host, piece->bytes);
+    const char *bytes = oo__piece_bring(piece, staging, failure, costs);
+    if (!bytes)
+        return 0;
     ring->lost[slot] = 1; /* until the copy's end is marked */
     if (!oo__works(
             failure, "cuMemcpyHtoDAsync",
-            engine->driver.cuMemcpyHtoDAsync(piece->target, staging, piece->bytes, engine->h2d)) ||
+            engine->driver.cuMemcpyHtoDAsync(piece->target, bytes, piece->bytes, engine->h2d)) ||
         !oo__works(failure, "cuEventRecord",
                    engine->driver.cuEventRecord(ring->busy[slot]->handle, engine->h2d)))
         return 0;
@@ -157,8 +186,8 @@ static int oo__copy_staged(struct oo_engine *engine, const struct oo_piece *piec
 }
 
 static int oo__copy_as_it_is(struct oo_engine *engine, const struct oo_piece *piece,
-                             struct oo_failure *failure, struct oo_waits *waits) {
-    waits->all++;
+                             struct oo_failure *failure, struct oo_costs *costs) {
+    costs->waits++;
     oo__expect_pageable(engine, piece->host);
     if (!oo__works(failure, "cuMemcpyHtoDAsync",
                    engine->driver.cuMemcpyHtoDAsync(piece->target, piece->host, piece->bytes,
@@ -170,14 +199,27 @@ static int oo__copy_as_it_is(struct oo_engine *engine, const struct oo_piece *pi
                      engine->driver.cuStreamSynchronize(engine->h2d));
 }
 
+/* A piece of a file where there is no ring. */
+static int oo__copy_read(struct oo_engine *engine, const struct oo_piece *piece,
+                         struct oo_failure *failure, struct oo_costs *costs) {
+    char *room = oo__pages_map(oo__ring_piece_bytes);
+    if (!room)
+        return oo__works(failure, "mmap", OOCU_ERROR_OUT_OF_MEMORY);
+    struct oo_piece read = *piece;
+    read.host = oo__piece_bring(piece, room, failure, costs);
+    const int works = read.host && oo__copy_as_it_is(engine, &read, failure, costs);
+    oo__pages_unmap(room, oo__ring_piece_bytes);
+    return works;
+}
+
 /* A step of a chunk's way by the ring. */
 static int oo__copy_step(struct oo_engine *engine, struct oo_piece *step,
-                         struct oo_failure *failure, struct oo_waits *waits) {
+                         struct oo_failure *failure, struct oo_costs *costs) {
     struct oo_mutex *mutex = engine->feeder.mutex;
     oo__mutex_lock(mutex);
     step->slot = oo__take_slot(&engine->up);
     oo__mutex_unlock(mutex);
-    const int works = oo__copy_staged(engine, step, failure, waits);
+    const int works = oo__copy_staged(engine, step, failure, costs);
     oo__mutex_lock(mutex);
     engine->up.taken[step->slot] = 0;
     oo__mutex_unlock(mutex);
@@ -186,7 +228,7 @@ static int oo__copy_step(struct oo_engine *engine, struct oo_piece *step,
 
 /* A chunk that is not locked: by the ring into staging memory, and from there by a kernel. */
 static int oo__copy_chunk(struct oo_engine *engine, const struct oo_piece *piece,
-                          struct oo_failure *failure, struct oo_waits *waits) {
+                          struct oo_failure *failure, struct oo_costs *costs) {
     const struct oo_ring *ring = &engine->up;
     struct oo_staging_piece *room = oo__piece_take(engine, piece->part, failure);
     if (!room)
@@ -196,8 +238,8 @@ static int oo__copy_chunk(struct oo_engine *engine, const struct oo_piece *piece
     for (size_t done = 0; works && done < piece->bytes; done += most) {
         struct oo_piece step = {.host = piece->host + done, .target = room->address + done};
         step.bytes = piece->bytes - done < most ? piece->bytes - done : most;
-        works = ring->base ? oo__copy_step(engine, &step, failure, waits)
-                           : oo__copy_as_it_is(engine, &step, failure, waits);
+        works = ring->base ? oo__copy_step(engine, &step, failure, costs)
+                           : oo__copy_as_it_is(engine, &step, failure, costs);
     }
     works =
         works && oo__piece_decode(engine, piece->part, piece->target, room, &oo__untimed, failure);
@@ -206,13 +248,15 @@ static int oo__copy_chunk(struct oo_engine *engine, const struct oo_piece *piece
 }
 
 static int oo__copy_piece(struct oo_engine *engine, const struct oo_piece *piece,
-                          struct oo_failure *failure, struct oo_waits *waits) {
+                          struct oo_failure *failure, struct oo_costs *costs) {
     if (piece->locked || !piece->bytes) /* nothing of it passes through the host's hands */
         return oo__part_send(engine, piece->part, piece->target, &oo__untimed, failure);
     if (oo__is_decoded(piece->part))
-        return oo__copy_chunk(engine, piece, failure, waits);
-    return piece->staged ? oo__copy_staged(engine, piece, failure, waits)
-                         : oo__copy_as_it_is(engine, piece, failure, waits);
+        return oo__copy_chunk(engine, piece, failure, costs);
+    if (piece->staged)
+        return oo__copy_staged(engine, piece, failure, costs);
+    return oo__disk_of(piece->part) ? oo__copy_read(engine, piece, failure, costs)
+                                    : oo__copy_as_it_is(engine, piece, failure, costs);
 }
 
 /* Feeds overlap, and one may overtake another: what is counted is the time in which any thread
@@ -271,20 +315,22 @@ static void oo__feed_on(struct oo_engine *engine, struct oo_feed *feed, int *ent
     }
     if (works) {
         const struct oo_piece piece = oo__take_piece(engine, feed);
-        struct oo_waits waits = {0};
+        struct oo_costs costs = {0};
         feed->active++;
         if (feeder->n_active++ == 0)
             feeder->since = oo__nanoseconds();
         oo__mutex_unlock(feeder->mutex);
-        works = oo__copy_piece(engine, &piece, &failure, &waits);
+        works = oo__copy_piece(engine, &piece, &failure, &costs);
         oo__mutex_lock(feeder->mutex);
         feed->active--;
         if (--feeder->n_active == 0)
             oo__clock_stop(feeder);
         if (piece.staged)
             engine->up.taken[piece.slot] = 0;
-        feed->waits += waits.all;
-        feed->recoveries += waits.recoveries;
+        feed->waits += costs.waits;
+        feed->recoveries += costs.recoveries;
+        feed->disk_bytes += costs.disk_bytes;
+        feed->disk_nanoseconds += costs.disk_nanoseconds;
         feed->copies += works && piece.begins && piece.bytes;
         feed->bytes += works ? piece.bytes : 0;
         feed->unlocked_bytes += works && !piece.locked ? piece.bytes : 0;
@@ -391,6 +437,8 @@ static void oo__feed_count(struct oo_engine *engine, uint32_t id) {
     stats->h2d_copies += feed->copies;
     stats->decodes += feed->decodes;
     stats->decoded_bytes += feed->decoded_bytes;
+    stats->disk_read_bytes += feed->disk_bytes;
+    stats->disk_read_seconds += (double)feed->disk_nanoseconds * 1e-9;
     engine->stats.unlocked_h2d_bytes += feed->unlocked_bytes;
     engine->stats.unlocked_h2d_seconds += (double)feed->nanoseconds * 1e-9;
     engine->stats.copy_waits += feed->waits;
@@ -398,6 +446,7 @@ static void oo__feed_count(struct oo_engine *engine, uint32_t id) {
     if (feed->bytes > feed->unlocked_bytes) /* the device has read, or reads, some directly */
         oo__note_copy(engine, unit);
     feed->bytes = feed->unlocked_bytes = feed->nanoseconds = 0;
+    feed->disk_bytes = feed->disk_nanoseconds = 0;
     feed->copies = feed->waits = feed->recoveries = feed->decodes = feed->decoded_bytes = 0;
     if (!feed->arrives) {
         oo__event_give(engine, feed->begin);
@@ -426,6 +475,8 @@ enum oo_status oo__feed_await(struct oo_engine *engine, uint32_t id) {
     oo__feed_count(engine, id);
     if (feed->arrives)
         return OO_OK;
+    if (feed->failure.disk)
+        return oo__disk_fail(&feed->failure);
     if (feed->failure.call)
         return oo__check(engine, feed->failure.call, feed->failure.result);
     return oo__fail(OO_E_STATE, "the copy of unit %u was given up", id);

@@ -2,6 +2,7 @@
 #include "host.h"
 #include "../base/os.h"
 #include "../base/status.h"
+#include "disk.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -33,12 +34,16 @@ static enum oo_status oo__host_record(size_t bytes, struct oo_host **out) {
     return OO_OK;
 }
 
+static void oo__host_forget(struct oo_host *host) {
+    oo__mutex_destroy(host->mutex);
+    free(host);
+}
+
 /* Keep the pages, or drop the record where there are none. */
 static int oo__host_take(struct oo_host **host, void *pages) {
     (*host)->pages = pages;
     if (!pages) {
-        oo__mutex_destroy((*host)->mutex);
-        free(*host);
+        oo__host_forget(*host);
         *host = NULL;
     }
     return pages != NULL;
@@ -64,6 +69,23 @@ enum oo_status oo_host_create_shared(size_t bytes, int file, uint64_t begin, str
     return OO_OK;
 }
 
+enum oo_status oo_host_create_file(const char *path, int file, struct oo_host **out) {
+    struct oo_disk *disk = NULL;
+    enum oo_status status;
+    *out = NULL;
+    OO_TRY(oo__disk_open(path, file, &disk));
+    OO_TRY(oo__host_record((size_t)disk->state.size, out));
+    if (!oo__host_take(out, oo__file_map(disk->buffered, (*out)->bytes))) {
+        status = oo__fail(OO_E_FILE, "'%s' cannot be mapped: %s", path, strerror(errno));
+        goto done;
+    }
+    (*out)->disk = disk;
+    return OO_OK;
+done:
+    oo__disk_free(disk);
+    return status;
+}
+
 enum oo_status oo_host_protect(struct oo_host *host, int writable) {
     if (oo__pages_protect(host->pages, host->mapped_bytes, writable) != 0)
         return oo__fail(OO_E_STATE, "the system does not let memory be %s: %s",
@@ -73,8 +95,8 @@ enum oo_status oo_host_protect(struct oo_host *host, int writable) {
 
 void oo__host_free(struct oo_host *host) {
     oo__pages_unmap(host->pages, host->mapped_bytes);
-    oo__mutex_destroy(host->mutex);
-    free(host);
+    oo__disk_free(host->disk);
+    oo__host_forget(host);
 }
 
 void *oo_host_address(const struct oo_host *host) { return host->pages; }

@@ -166,6 +166,10 @@ enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, si
     const size_t lock = oo__whole_pages(host, bytes);
     struct oo_known *known = NULL;
     OOCUresult result = OOCU_ERROR_NOT_PERMITTED;
+    if (lock && host->disk) {
+        status = oo__fail(OO_E_ARGUMENT, "memory that shows a file cannot be locked");
+        goto done;
+    }
     if (*oo__find_known(engine, host)) {
         status = oo__fail(OO_E_STATE, "this engine knows that host memory already");
         goto done;

@@ -1,6 +1,7 @@
 /* model.c - what is managed: models, units, members. */
 #include "model.h"
 #include "call.h"
+#include "disk.h"
 #include "feed.h"
 #include "masters.h"
 #include "simulated.h"
@@ -228,12 +229,13 @@ static void oo__unit_take_parts(struct oo_engine *engine, struct oo_unit *unit,
     unit->parts = made->parts;
     unit->n_parts = made->count;
     unit->host_bytes = 0;
-    unit->is_fed = unit->is_coded = unit->decodes = 0;
+    unit->is_fed = unit->on_disk = unit->is_coded = unit->decodes = 0;
     unit->only_decoded = 1;
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_part *part = &unit->parts[i];
         unit->host_bytes += part->bytes;
         unit->is_fed |= !part->locked;
+        unit->on_disk |= oo__disk_of(part) != NULL;
         unit->is_coded |= part->header.mode != 0;
         unit->decodes |= part->header.mode == OO_CODEC_TIERS;
         unit->only_decoded &= part->header.mode == OO_CODEC_TIERS;

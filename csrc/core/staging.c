@@ -21,7 +21,7 @@ static const double oo__idle_s = 3600; /* a thread that waits is woken; a clock 
 
 int oo__works(struct oo_failure *failure, const char *call, OOCUresult result) {
     if (result != OOCU_SUCCESS)
-        *failure = (struct oo_failure){call, result};
+        *failure = (struct oo_failure){.call = call, .result = result};
     return result == OOCU_SUCCESS;
 }
 

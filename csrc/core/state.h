@@ -76,10 +76,13 @@ struct oo_ring {
 
 enum { OO_FEED_THREADS = 4 };
 
-/* A driver call of a copy thread that failed; `call` is NULL where none has. */
+/* A driver call of a copy thread that failed, or its read of a file; `call` is NULL where none has.
+ */
 struct oo_failure {
     const char *call;
     OOCUresult result;
+    const struct oo_disk *disk; /* of a read */
+    int error;                  /* the system's reason, or one of disk.c */
 };
 
 /* A unit's copy that the copy threads make. */
@@ -99,6 +102,7 @@ struct oo_feed {
     size_t offset; /* in the part: of the piece that comes next */
     struct oo_failure failure;
     uint64_t bytes, unlocked_bytes, copies, waits, recoveries, decodes, decoded_bytes;
+    uint64_t disk_bytes, disk_nanoseconds;
     uint64_t nanoseconds; /* by the host's clock */
     int begun;
 };
@@ -231,12 +235,13 @@ struct oo_unit {
     uint8_t is_rewritten_too; /* so is its copy, which was used by this ticket: */
     uint8_t rewrite_lasts;    /* that use goes on */
     uint64_t rewrite;
-    uint8_t is_fed;                /* by the copy threads: not all of its parts are locked */
-    uint8_t is_coded, decodes;     /* some of its parts are chunks; some of those need a kernel */
-    uint8_t only_decoded;          /* nothing else writes to its slot */
-    struct oo_feed *feed;          /* NULL until the first one */
-    struct oo_event *ready;        /* its copy has arrived */
-    uint8_t awaited;               /* `ready` is, by some stream */
+    uint8_t is_fed;            /* by the copy threads: not all of its parts are locked */
+    uint8_t on_disk;           /* some of its parts are in a file, as far as nobody writes them */
+    uint8_t is_coded, decodes; /* some of its parts are chunks; some of those need a kernel */
+    uint8_t only_decoded;      /* nothing else writes to its slot */
+    struct oo_feed *feed;      /* NULL until the first one */
+    struct oo_event *ready;    /* its copy has arrived */
+    uint8_t awaited;           /* `ready` is, by some stream */
     OOCUstream waited[OO_LASTING]; /* streams that last, and are ordered after `ready` already */
     uint32_t n_waited;
     struct oo_last_use uses[OO_USES];

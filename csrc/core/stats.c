@@ -1,4 +1,5 @@
 /* stats.c - one snapshot of what was counted, and of what is in the arena. */
+#include "disk.h"
 #include "feed.h"
 #include "ring.h"
 #include "staging.h"
@@ -28,7 +29,9 @@ static void oo__add_unit(const struct oo_engine *engine, struct oo_stats *sum, u
     }
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_part *part = &unit->parts[i];
-        if (!part->locked)
+        if (oo__disk_of(part))
+            sum->disk_bytes += part->bytes;
+        else if (!part->locked)
             sum->pageable_bytes += part->bytes;
     }
 }

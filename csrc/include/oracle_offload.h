@@ -84,7 +84,8 @@ enum oo_status {
     OO_E_DRIVER_MISSING, /* no driver library */
     OO_E_DRIVER_STUB,    /* the toolkit's link-time stub instead of a driver */
     OO_E_DRIVER_OLD,     /* below CUDA 12.0 */
-    OO_E_NO_DEVICE       /* a driver without the asked device */
+    OO_E_NO_DEVICE,      /* a driver without the asked device */
+    OO_E_FILE            /* a file of masters cannot be read, or is not what it was */
 };
 
 /* "OO_E_NO_ROOM" */
@@ -136,6 +137,14 @@ void oo_section_close(int section);
  * the same memory in every process that has them so. OO_E_STATE with the system's reason where it
  * does not map them. */
 enum oo_status oo_host_create_shared(size_t bytes, int file, uint64_t begin, struct oo_host **out);
+/* All of a file, whose masters stay there: its pages are a private mapping, and what travels is
+ * read from the file each time, past the system's cache where that can be. A page that is written
+ * is memory from then on, of this process alone. `file` is a descriptor of it that is open already.
+ * The memory cannot be locked: let an engine know it by oo_engine_lock of 0 bytes. OO_E_FILE where
+ * the file cannot be read, or is another than `file`'s. Where it is written, replaced or deleted
+ * later, or cannot be read, the same comes of each acquire of what is in it, until it is as it was.
+ * On Windows always. */
+enum oo_status oo_host_create_file(const char *path, int file, struct oo_host **out);
 /* Let the memory be written by this process, or read alone; the device reads it either way. Memory
  * that can only be read can no longer be locked, so lock it before. */
 enum oo_status oo_host_protect(struct oo_host *host, int writable);
@@ -498,6 +507,7 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     COUNT(managed_bytes, NOW)           /* of all units, on the device */ \
     COUNT(locked_bytes, NOW)            /* of host memory and rings that are page-locked */ \
     COUNT(pageable_bytes, NOW)          /* of masters that are not, and pass through a ring */ \
+    COUNT(disk_bytes, NOW)              /* of masters that are in files */ \
     COUNT(ring_bytes, NOW)              /* of both rings; locked_bytes has them too */ \
     COUNT(arena_bytes, NOW) \
     COUNT(staging_bytes, NOW)           /* of device memory that coded weights pass through */ \
@@ -514,6 +524,8 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     COUNT(h2d_timed_bytes, MODEL) \
     COUNT(unlocked_h2d_bytes, ENGINE)   /* of h2d_bytes, those of masters that are not locked */ \
     SECONDS(unlocked_h2d_seconds, ENGINE) /* in which copy threads were at them, by the host's clock */ \
+    COUNT(disk_read_bytes, MODEL)       /* of h2d_bytes, those that were read from files */ \
+    SECONDS(disk_read_seconds, MODEL)   /* that those reads took, added up over copy threads */ \
     COUNT(decodes, MODEL)               /* chunks of coded masters that a kernel has decoded */ \
     COUNT(decoded_bytes, MODEL)         /* what that made of them; h2d_bytes has them coded */ \
     SECONDS(decode_seconds, MODEL)      /* of decode_timed_bytes */ \

@@ -3,24 +3,31 @@
 
 static PyObject *oo__buffer_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char nbytes_name[] = "nbytes", node_name[] = "node", file_name[] = "file",
-                begin_name[] = "begin";
-    static char *names[] = {nbytes_name, node_name, file_name, begin_name, NULL};
+                begin_name[] = "begin", path_name[] = "path";
+    static char *names[] = {nbytes_name, node_name, file_name, begin_name, path_name, NULL};
     static const struct oo_parameter parameter = {"nbytes", 1, PTRDIFF_MAX};
     static const struct oo_parameter offset = {"begin", 0, PTRDIFF_MAX};
     PyObject *argument, *first = NULL;
     unsigned long long nbytes, begin = 0;
     int node = -1, file = -1;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O|iiO", names, &argument, &node, &file,
-                                     &first) ||
+    const char *path = NULL;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O|iiOs", names, &argument, &node, &file,
+                                     &first, &path) ||
         oo__integer(argument, "HostBuffer", &parameter, &nbytes) < 0 ||
         (first && oo__integer(first, "HostBuffer", &offset, &begin) < 0))
         return NULL;
     struct oo_module_state *state = oo__state_of(type);
     struct oo_host *host = NULL;
-    enum oo_status status = file < 0 ? oo_host_create((size_t)nbytes, &host)
-                                     : oo_host_create_shared((size_t)nbytes, file, begin, &host);
+    enum oo_status status;
+    if (path)
+        status = oo_host_create_file(path, file, &host);
+    else if (file < 0)
+        status = oo_host_create((size_t)nbytes, &host);
+    else
+        status = oo_host_create_shared((size_t)nbytes, file, begin, &host);
     if (status != OO_OK)
         return oo_raise(state, status);
+    nbytes = oo_host_bytes(host);
     oo_host_prefer_node(host, node);
     PyObject *engines = PyList_New(0);
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -119,8 +126,8 @@ static PyGetSetDef oo__buffer_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static char oo__buffer_doc[] =
-    "HostBuffer(nbytes, node=-1, file=-1, begin=0)\n--\n\nPage-aligned host memory for masters.";
+static char oo__buffer_doc[] = "HostBuffer(nbytes, node=-1, file=-1, begin=0, "
+                               "path=None)\n--\n\nPage-aligned host memory for masters.";
 
 static PyType_Slot oo__buffer_slots[] = {
     {Py_tp_doc, oo__buffer_doc},

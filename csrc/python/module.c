@@ -82,6 +82,7 @@ PyObject *oo_raise(const struct oo_module_state *state, enum oo_status status) {
     case OO_E_DRIVER_MISSING:
     case OO_E_DRIVER_OLD:
     case OO_E_NO_DEVICE:
+    case OO_E_FILE:
     default:
         PyErr_SetString(state->offload_error, message);
         break;

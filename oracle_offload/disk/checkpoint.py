@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .._core import HostBuffer
 from ..errors import OffloadError
 from .header import MOST_HEADER_BYTES, Stored, read_header
 from .origin import Origin, map_private
@@ -66,6 +67,10 @@ class WeightFile:
             The file cannot be mapped.
         """
         return Origin(*map_private(self._file.fileno(), begin, nbytes))
+
+    def memory(self) -> HostBuffer:
+        """Return all of the file as memory for masters that stay there: see `HostBuffer`."""
+        return HostBuffer(self._state[0], file=self._file.fileno(), path=self.path)
 
     def _current_state(self) -> tuple[int, int]:
         found = os.fstat(self._file.fileno())

@@ -78,8 +78,8 @@ class Source:
                     f"{tensor.dtype}; only floating-point weights are converted."
                 )
 
-    def origin(self, tensor: Tensor) -> Origin | None:
-        """Return where the bytes of `tensor` are, if one file has them unchanged."""
+    def place(self, tensor: Tensor) -> tuple[WeightFile, int] | None:
+        """Return the file that has the bytes of `tensor` unchanged, and where they begin."""
         (first, *rest) = self.fragments
         stored = first.stored
         if (
@@ -90,8 +90,16 @@ class Source:
             or stored.begin % tensor.element_size()
         ):
             return None
+        return first.file, stored.begin
+
+    def origin(self, tensor: Tensor) -> Origin | None:
+        """Return where the bytes of `tensor` are, if one file has them unchanged."""
+        found = self.place(tensor)
+        if found is None:
+            return None
+        file, begin = found
         try:
-            return first.file.origin(stored.begin, stored.nbytes)
+            return file.origin(begin, self.nbytes)
         except OSError:  # a file system that maps nothing
             return None
 

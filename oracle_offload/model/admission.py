@@ -24,6 +24,7 @@ from .sharing import is_shared
 if TYPE_CHECKING:
     from .attachment import Attachment
     from .loading import Loading
+    from .on_disk import OnDisk
     from .sharing import Share
 
 logger = logging.getLogger("oracle_offload")
@@ -70,11 +71,13 @@ def build_masters(
     loading: Loading | None = None,
     coder: masters.Coder | None = None,
     share: Share | None = None,
+    on_disk: OnDisk | None = None,
 ) -> None:
     """Move the weights into masters, and add to `moved` those that have left a device.
 
     With `loading`, their values come from its files. What `coder` wants and makes smaller becomes
-    coded masters. What is frozen is in memory that the ranks of `share` have together.
+    coded masters. What is frozen is in memory that the ranks of `share` have together. What is
+    `on_disk` stays there.
     """
     aliases: dict[int, list[Tensor]] = {}
     for leaf in (leaf for unit in units for leaf in unit):
@@ -85,6 +88,8 @@ def build_masters(
     total = sum(
         unit_bytes(unit) if of_files is None else sum(map(of_files, unit)) for unit in tensors
     )
+    staying = [] if on_disk is None else [t for unit in tensors for t in unit if on_disk.has(t)]
+    tensors = [[t for t in unit if on_disk is None or not on_disk.has(t)] for unit in tensors]
     beside = {id(tensor): tensor for unit in tensors for tensor in unit}.values()
     host_bytes = sum(buffer.nbytes for buffer in pieces.buffers)
     with (
@@ -92,6 +97,10 @@ def build_masters(
         pieces.intake(beside) as intake,
         _LockedBeside(pieces, intake) as locked,
     ):
+        if on_disk is not None and loading is not None:
+            on_disk.put(pieces, loading, bar.update)
+            for tensor in staying:
+                masters.share_memory(tensor, aliases.get(id(tensor), ()))
         piece_bytes = None if loading is None else loading.piece_bytes
         for units_of_piece, of_ranks in _pieces(tensors, piece_bytes, share):
             of_piece = [tensor for unit in units_of_piece for tensor in unit]

@@ -393,8 +393,8 @@ class Attachment:
         if stale:
             self.leave_codes(stale)
             trained = self._units_with_trained()  # a layer that follows may get another unit
-        if self.pieces.share is not None and trained - self.trained_units:
-            self._leave_share([layer for layer in list(self.layers) if layer.unit in trained])
+        if trained - self.trained_units:
+            self._own_trained([layer for layer in list(self.layers) if layer.unit in trained])
             trained = self._units_with_trained()
         self.trained_units = trained
         self.tell_trained()
@@ -579,16 +579,19 @@ class Attachment:
 
     # ---- masters that ranks share ----
 
-    def _leave_share(self, layers: Sequence[Leaf]) -> None:
-        """Give this rank its own masters of `layers`, which it trains now."""
+    def _own_trained(self, layers: Sequence[Leaf]) -> None:
+        """Give this rank its own masters of `layers`, which it trains now, in memory."""
         with self.state.lock:
-            shared = {
+            apart = {
                 id(tensor): tensor
                 for layer in layers
                 for tensor in layer.tensors()
                 if self.pieces.shared_at(tensor.data_ptr())
+                or (tensor.requires_grad and self.pieces.is_on_disk(tensor.data_ptr()))
             }
-            for piece in masters.split_pieces([[tensor] for tensor in shared.values()]):
+            if not apart:
+                return
+            for piece in masters.split_pieces([[tensor] for tensor in apart.values()]):
                 self.pieces.add(masters.Piece(piece, node=self.pieces.node))
             for layer in layers:
                 with contextlib.suppress(OffloadError):  # in use: it follows at its next call

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..disk.checkpoint import Checkpoint
+from ..disk.checkpoint import Checkpoint, WeightFile
 from ..disk.conversion import find_sources, ignored_patterns
 from ..disk.origin import Origin
 from ..disk.quantising import Quantiser, Quantize, plain_tensors_of
@@ -141,6 +141,12 @@ class Loading:
         """Return where the bytes of `tensor` are, if one file has them unchanged."""
         _, source = self._to_come[id(tensor)]
         return source.origin(tensor)
+
+    def place(self, tensor: Tensor) -> tuple[WeightFile, int] | None:
+        """Return the file that has the bytes of `tensor` unchanged, and where they begin."""
+        if id(tensor) not in self._to_come:
+            return None
+        return self._to_come[id(tensor)][1].place(tensor)
 
     def skip(self, tensor: Tensor) -> None:
         """Read nothing for `tensor`: it is in the file that has its values."""

@@ -152,9 +152,13 @@ class Piece:
         The one up to which it is.
     is_known : bool
         Whether the engine knows it, and must forget it before its memory goes.
+    is_file : bool
+        Whether its memory is a file, from which the engine reads what it copies.
     coded : dict of int to CodedMaster
         Those in it, by the address of the tensor that each is read by.
     """
+
+    is_file = False
 
     def __init__(
         self,
@@ -248,6 +252,31 @@ class Piece:
     def is_abandoned(self) -> bool:
         """Whether no layer uses it and no tensor anywhere points into it."""
         return self.uses == 0 and all(storage.expired() for storage in self._storages)
+
+
+class FilePiece(Piece):
+    """Masters that stay in their file, of which a private mapping is their memory.
+
+    Parameters
+    ----------
+    buffer : HostBuffer
+        See `WeightFile.memory`.
+    tensors : sequence of (Tensor, int)
+        What of the model is in the file, and where it begins; each is pointed there.
+    """
+
+    is_file = True
+
+    def __init__(self, buffer: HostBuffer, tensors: Sequence[tuple[Tensor, int]]) -> None:
+        self.buffer = buffer
+        self.start, self.end = buffer.address, buffer.address + buffer.nbytes
+        self.is_shared = self.is_known = False
+        self.uses = self.locked_bytes = 0
+        self.cuts = [0]  # none of it is locked
+        self.coded = {}
+        for tensor, begin in tensors:
+            point_at(tensor, master_at(buffer, begin, tensor))
+        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor, _ in tensors]
 
 
 def code(
@@ -402,8 +431,7 @@ class Pieces:
     @property
     def buffers(self) -> list[HostBuffer]:
         """The host memory of the masters."""
-        with self._state.lock:
-            return [piece.buffer for piece in self._pieces.values()]
+        return [piece.buffer for piece in self.in_order()]
 
     @property
     def node(self) -> int:
@@ -444,9 +472,9 @@ class Pieces:
         return Intake(self._state, there)
 
     def in_order(self) -> list[Piece]:
-        """Return the pieces, oldest first."""
+        """Return the pieces that are in memory, oldest first."""
         with self._state.lock:
-            return list(self._pieces.values())
+            return [piece for piece in self._pieces.values() if not piece.is_file]
 
     def shared(self) -> list[HostBuffer]:
         """Return the memory that other ranks have as well, oldest first."""
@@ -483,10 +511,7 @@ class Pieces:
         """Return the piece that the master of the tensor at `address` is in."""
         with self._state.lock:
             coded = self.coded_at(address)
-            address = address if coded is None else coded.address
-            index = bisect.bisect_right(self._starts, address) - 1
-            piece = self._pieces[self._starts[index]] if index >= 0 else None
-        return piece if piece is not None and address < piece.end else None
+            return self._piece_at(address if coded is None else coded.address)
 
     def count_uses(self, left: Iterable[int], entered: Iterable[int]) -> None:
         """Note which masters a layer has left and which it uses from now on, by address."""
@@ -533,10 +558,19 @@ class Pieces:
         """Whether the tensor at `address` is in memory that ranks share."""
         if self.share is None:
             return False
+        piece = self._piece_at(address)
+        return piece is not None and piece.is_shared
+
+    def is_on_disk(self, address: int) -> bool:
+        """Whether the tensor at `address` is in a file."""
+        piece = self._piece_at(address)
+        return piece is not None and piece.is_file
+
+    def _piece_at(self, address: int) -> Piece | None:
         with self._state.lock:
             index = bisect.bisect_right(self._starts, address) - 1
             piece = self._pieces[self._starts[index]] if index >= 0 else None
-        return piece is not None and piece.is_shared and address < piece.end
+        return piece if piece is not None and address < piece.end else None
 
     def own(self) -> int:
         """Copy what is still in mapped files to memory, as far as the host has room.

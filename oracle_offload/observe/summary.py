@@ -168,7 +168,9 @@ class DeviceUsage:
 
     What is not page-locked passes through rings of `ring_bytes` that are; `unlocked_h2d_gbps` is
     how fast the engine's copy threads fed them, by the host's clock, also on the simulated device.
-    These run on `numa_node`, the one nearest to the device, where the system names it.
+    These run on `numa_node`, the one nearest to the device, where the system names it. Of
+    `disk_bytes` of weights that stay in files, `disk_read_bytes` have been read so far;
+    `disk_gbps` is how fast one thread reads, as several do at once.
     `lock_refusals` counts how often the driver gave no page-locked memory. `left_bytes` of
     activations have left for the host, and `returned_bytes` of them came back. `brought_bytes` came
     to be added to, or stepped: sums of gradients, and what `stream_optimizer` brings. What of those
@@ -200,6 +202,9 @@ class DeviceUsage:
     returned_copies: int = 0
     brought_bytes: int = 0
     brought_copies: int = 0
+    disk_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_gbps: float | None = None
     optimizers: list[tuple[str, str]] = field(default_factory=list)
     models: list[ModelUsage] = field(default_factory=list)
     phases: list[PhaseUsage] = field(default_factory=list)
@@ -466,6 +471,9 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
         returned_copies=stats["returned_copies"],
         brought_bytes=stats["brought_bytes"],
         brought_copies=stats["brought_copies"],
+        disk_bytes=stats["disk_bytes"],
+        disk_read_bytes=stats["disk_read_bytes"],
+        disk_gbps=_rate(stats["disk_read_bytes"], stats["disk_read_seconds"]),
         optimizers=[(type(one).__name__, how) for one, how in list(state.optimizers.items())],
         models=[_model_usage(state, attachment, waits) for attachment in attachments],
         phases=[
@@ -638,6 +646,14 @@ def _device_rows(device: DeviceUsage, abbreviated: bool) -> list[tuple[str, str]
         if device.unlocked_h2d_gbps is not None:
             way += f", {device.unlocked_h2d_gbps:.1f} GB/s"
         rows.append(("  which is copied through", way))
+    if device.disk_bytes:
+        read = format_size(device.disk_read_bytes)
+        if device.disk_gbps is not None:
+            read += f", {device.disk_gbps:.2f} GB/s a thread"
+        rows += [
+            ("weights in files", format_size(device.disk_bytes)),
+            ("  read from there so far", read),
+        ]
     if device.left_copies:
         left = _traffic(device.left_bytes, device.left_copies, None)
         back = _traffic(device.returned_bytes, device.returned_copies, None)

@@ -43,7 +43,8 @@ def from_pretrained(
     subfolder : str
         Of a pipeline's folder: ``"transformer"``.
     **arguments
-        To `attach`; `weights` replaces the folder's. With `share` the weights come frozen.
+        To `attach`; `weights` replaces the folder's. With `share` or `disk` the weights come
+        frozen.
 
     Returns
     -------
@@ -71,7 +72,10 @@ def from_pretrained(
     for name, parameter in model.named_parameters():
         if kept.search(name) and parameter.is_floating_point():
             parameter.data = parameter.data.float()
-    if arguments.get("share") is not None:  # of what may be trained each rank has its own
+    budget = arguments.get("budget")
+    on_disk = arguments.get("disk") or (budget is not None and budget.disk)
+    # Of what may be trained each rank has its own, and no disk has it.
+    if arguments.get("share") is not None or on_disk:
         model.requires_grad_(False)
     attach(model.eval(), device, **{"weights": path, **arguments})
     return model

@@ -1,0 +1,39 @@
+/* disk.h - masters that stay in their file, and are read from there each time they travel. */
+#ifndef OO_DISK_H
+#define OO_DISK_H
+
+#include "../base/os.h"
+#include "host.h"
+#include "state.h"
+
+/* The file that a host memory's pages show, privately: from the first page on, all of it. */
+struct oo_disk {
+    char *path;                 /* for messages, and for what it names now */
+    struct oo_file_state state; /* when it was opened: later it must be the same */
+    int buffered, direct;       /* descriptors; `direct` -1: the system refuses to read so */
+    _Atomic int refused;        /* it did when something was read */
+    /* oo__file_read, but for tests. */
+    ptrdiff_t (*read)(int file, void *target, size_t bytes, uint64_t begin);
+};
+
+/* Open the file that has this path, which shall be that of the descriptor: OO_E_FILE. What there is
+ * of a record is to be freed in any case. */
+enum oo_status oo__disk_open(const char *path, int file, struct oo_disk **disk);
+/* The disk that the bytes of a part are on; NULL: they are in memory. */
+struct oo_disk *oo__disk_of(const struct oo_part *part);
+/* NULL is allowed. */
+void oo__disk_free(struct oo_disk *disk);
+
+/* Whether code of this process has written any page of these masters: then memory alone has what
+ * they are, and no file. */
+int oo__disk_written(const char *masters, size_t bytes);
+/* Bytes in front of masters in their first page, which come with them. */
+size_t oo__disk_skew(const char *masters);
+/* Read masters, and what is around them in their pages, into whole pages at `room`. Returns where
+ * they are there; NULL: `failure`. */
+const char *oo__disk_read(const struct oo_part *part, const char *masters, size_t bytes, char *room,
+                          struct oo_failure *failure);
+/* What such a failure was, in words: OO_E_FILE. */
+enum oo_status oo__disk_fail(const struct oo_failure *failure);
+
+#endif

@@ -1,0 +1,195 @@
+"""Weights that stay in their files: `attach` with ``disk=True``.
+
+What is frozen, and in one file as the model has it, needs no memory of its own. What of it
+`ram_budget` has no room for is read from its file each time it travels. The arena keeps the ends of
+the model from forward to backward and from step to step, so that these travel once a step and the
+middle twice: the middle is what is in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..engine.geometry import tensor_bytes, unit_bytes
+from ..errors import OffloadError
+from ..host.mounts import mount_of
+from ..host.sizes import KIB, format_size
+from . import masters
+from .budget import AUTO, Budget
+from .kept import Kept, distinct, host_limit, keep
+from .selection import Unit, listed
+
+if TYPE_CHECKING:
+    from ..disk.checkpoint import WeightFile
+    from .loading import Loading
+
+SMALL_BYTES = 64 * KIB  # of a tensor: a read of less costs as much
+_STATES = 4  # times the bytes of bfloat16 weights are AdamW's states
+_STEPS_A_DAY = 86400 // 10  # of ten seconds
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """The tensors that stay in their files: by `id`, with the file and where they begin in it."""
+
+    places: dict[int, tuple[Tensor, WeightFile, int]] = field(default_factory=dict)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether `tensor` stays in its file."""
+        return id(tensor) in self.places
+
+    def put(
+        self, pieces: masters.Pieces, loading: Loading, on_bytes: Callable[[int], object]
+    ) -> None:
+        """Point the tensors into their files; nothing of them is read."""
+        by_file: dict[int, list[tuple[Tensor, WeightFile, int]]] = {}
+        for row in self.places.values():
+            by_file.setdefault(id(row[1]), []).append(row)
+        for rows in by_file.values():
+            tensors = [(tensor, begin) for tensor, _, begin in rows]
+            pieces.add(masters.FilePiece(rows[0][1].memory(), tensors))
+            for tensor, _ in tensors:
+                loading.skip(tensor)
+                on_bytes(tensor_bytes(tensor))
+
+
+def part(
+    units: list[Unit], budget: Budget, loading: Loading | None
+) -> tuple[list[Unit], Kept, OnDisk]:
+    """`keep` for a model whose weights may stay on disk; also returns which do.
+
+    Raises
+    ------
+    OffloadError
+        None can, or what cannot exceeds `ram_budget`; the message names the remedy.
+    """
+    if loading is None:
+        raise OffloadError(
+            "disk=True leaves weights in the files they come from, and there are none: give them, "
+            "attach(..., weights=path), with the model made inside oracle_offload.empty_weights(). "
+            "oracle_offload.save_weights writes the files of a model that is loaded."
+        )
+    if sys.platform == "win32":
+        raise OffloadError(
+            "disk=True needs a system that tells which pages of a mapped file were written, which "
+            "Windows does not; leave it away, and set ram_budget."
+        )
+    places = {
+        id(tensor): (tensor, *place)
+        for unit in units
+        for leaf in unit
+        if leaf.kind.needs_place
+        for tensor in leaf.tensors()
+        if not tensor.requires_grad and tensor_bytes(tensor) >= SMALL_BYTES
+        if (place := loading.place(tensor)) is not None
+    }
+    wanted = replace(budget, ram_budget=budget.ram_budget or AUTO)
+    limit = host_limit(units, wanted.ram_budget or AUTO)
+    _refuse_trained(units, limit)
+    if not places:
+        raise OffloadError(
+            f"disk=True: no weight can stay in its file: {_why_none(units, loading)}."
+        )
+    _refuse_network({file.path for _, file, _ in places.values()})
+    units, kept = keep(units, wanted, lambda t: 0 if id(t) in places else tensor_bytes(t))
+    streaming = distinct(units)
+    room = limit - unit_bytes([tensor for tensor in streaming if id(tensor) not in places])
+    sizes = {
+        number: unit_bytes([t for t in distinct([unit]) if id(t) in places])
+        for number, unit in enumerate(units)
+    }
+    in_memory = middle([sizes[number] for number in range(len(units))], room)
+    left = {
+        id(tensor)
+        for number, unit in enumerate(units)
+        if number not in in_memory
+        for tensor in distinct([unit])
+    }
+    staying = {id(tensor) for tensor in streaming} & left
+    return units, kept, OnDisk({key: row for key, row in places.items() if key in staying})
+
+
+def middle(sizes: Sequence[int], limit: int) -> set[int]:
+    """Choose as many as fit `limit` together, from the middle of their order outwards.
+
+    Returns
+    -------
+    set of int
+        Their numbers.
+    """
+    first, last = 0, len(sizes)
+    before = behind = 0  # bytes that are left out, on either side
+    total = sum(sizes)
+    while first < last and total > limit:
+        if before <= behind:
+            before += sizes[first]
+            total -= sizes[first]
+            first += 1
+        else:
+            last -= 1
+            behind += sizes[last]
+            total -= sizes[last]
+    chosen = set(range(first, last))
+    # What is left over may be room for more: the nearest first.
+    for number in itertools.chain(reversed(range(first)), range(last, len(sizes))):
+        if total + sizes[number] <= limit:
+            chosen.add(number)
+            total += sizes[number]
+    return chosen
+
+
+def _refuse_trained(units: Sequence[Unit], limit: int) -> None:
+    """Refuse weights that train and have no room in memory: the disk would be written all day."""
+    trained = [tensor for tensor in distinct(units) if tensor.requires_grad]
+    nbytes = unit_bytes(trained)
+    all_train = not any(
+        tensor_bytes(tensor) >= SMALL_BYTES and not tensor.requires_grad
+        for tensor in distinct(units)
+    )
+    if not trained or (nbytes <= limit and not all_train):
+        return
+    a_day = nbytes * (1 + _STATES) * _STEPS_A_DAY / 1e12
+    raise OffloadError(
+        f"disk=True is for frozen weights, and {format_size(nbytes)} of the managed ones train. "
+        f"They and AdamW's states would be written at every step, {a_day:.3g} TB a day at a step "
+        "in ten seconds, and a disk bears some hundreds in its life: nothing is ever written. "
+        "Freeze them (model.requires_grad_(False)) and train adapters, or leave disk=True away"
+        + ("." if all_train else f"; ram_budget has {format_size(limit)} for them.")
+    )
+
+
+def _refuse_network(paths: Iterable[str]) -> None:
+    for path in sorted(paths):
+        mount = mount_of(os.path.realpath(path))
+        if mount is not None and mount.is_network:
+            raise OffloadError(
+                f"disk=True: '{path}' is on a network mount ({mount.kind}), whose reads wait for another "
+                "machine, and whose files change unseen: copy it to a local disk, and name that "
+                "in weights=."
+            )
+
+
+def _why_none(units: Sequence[Unit], loading: Loading) -> str:
+    large = [
+        (f"{leaf.name}.{key}", tensor)
+        for unit in units
+        for leaf in unit
+        for key, tensor in leaf.kind.named_tensors(leaf.module).items()
+        if tensor_bytes(tensor) >= SMALL_BYTES and not tensor.requires_grad
+    ]
+    if not large:
+        return f"none has {format_size(SMALL_BYTES)}; so little needs no disk, leave it away"
+    converted = [name for name, tensor in large if loading.place(tensor) is None]
+    if converted:
+        return (
+            f"{listed(converted)} are converted, quantised or stacked as they are read; write them "
+            "once as the model has them (oracle_offload.save_weights) and attach that"
+        )
+    return f"{listed([name for name, _ in large])} are read from host memory as they are"

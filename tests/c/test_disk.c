@@ -1,0 +1,345 @@
+/* Masters that stay in their file: what travels is read from it, whole pages past the cache or, if
+ * the system refuses that, with it; a read that fails or ends early is told to who asks for the
+ * unit, and the next step is right; a file that is not what it was is never used; and what was
+ * written in memory is what counts. */
+#define _GNU_SOURCE /* utimensat, mkstemp */
+#include "world.h"
+
+#if !defined(_WIN32)
+#include "disk.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdatomic.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum {
+    BEFORE = 4219
+}; /* bytes of a file in front of its masters: a page, and no multiple of 256 */
+
+static char path[64];
+static _Atomic unsigned n_reads, n_direct;
+static _Atomic unsigned fails; /* the read of this number; 0: none */
+static _Atomic int lasts;      /* and all after it */
+enum { INPUT_ERROR, ENDS_EARLY, REFUSED_DIRECT };
+static _Atomic int how;
+static _Atomic int direct;
+
+static ptrdiff_t counted_read(int file, void *target, size_t bytes, uint64_t begin) {
+    const unsigned number = ++n_reads;
+    n_direct += file == direct;
+    if (how == REFUSED_DIRECT && file == direct) {
+        errno = EINVAL;
+        return -1;
+    }
+    if (how != REFUSED_DIRECT && fails && (number == fails || (lasts && number > fails))) {
+        if (how == INPUT_ERROR) {
+            memset(target, 0x55, bytes);
+            errno = EIO;
+            return -1;
+        }
+        const ptrdiff_t got = oo__file_read(file, target, bytes, begin);
+        return got < 300 ? got - 1 : 300;
+    }
+    return oo__file_read(file, target, bytes, begin);
+}
+
+static void write_file(const struct world *w, size_t bytes) {
+    char *content = malloc(bytes);
+    memset(content, 0x11, bytes);
+    for (size_t i = 0, at = BEFORE; i < UNITS && at < bytes; at += w->bytes[i++])
+        fill(content + at, w->bytes[i], (unsigned)i);
+    snprintf(path, sizeof path, "/tmp/oo-test-disk-XXXXXX");
+    const int file = mkstemp(path);
+    CHECK(file >= 0 && write(file, content, bytes) == (ssize_t)bytes && close(file) == 0,
+          "no file: %s", strerror(errno));
+    free(content);
+}
+
+static enum oo_status open_file(struct oo_host **host) {
+    const int file = open(path, O_RDONLY);
+    const enum oo_status status = oo_host_create_file(path, file, host);
+    if (file >= 0)
+        close(file);
+    return status;
+}
+
+/* A world whose masters are in a file. */
+static void begin(struct world *w, size_t arena_bytes) {
+    n_reads = n_direct = fails = 0;
+    lasts = 0;
+    how = INPUT_ERROR;
+    world_begin(w);
+    write_file(w, BEFORE + w->total);
+    need(open_file(&w->host), "open");
+    direct = w->host->disk->direct;
+    w->host->disk->read = counted_read;
+    need(oo_engine_lock(w->engine, w->host, 0), "know");
+    need(oo_lease_add(w->engine, &w->lease), "lease");
+    w->leased = 1;
+    need(oo_model_add(w->engine, &w->model), "model");
+    need(oo_engine_compute_stream(w->engine, &w->stream), "stream");
+    w->arena = malloc(arena_bytes + OO_ALIGNMENT);
+    need(oo_segment_add(w->engine, w->lease, (uintptr_t)w->arena, arena_bytes + OO_ALIGNMENT,
+                        w->stream),
+         "segment");
+    char *master = (char *)oo_host_address(w->host) + BEFORE;
+    for (unsigned i = 0; i < UNITS; master += w->bytes[i++]) {
+        const struct oo_tensor tensor = {.host = master, .bytes = w->bytes[i]};
+        const uint32_t one = 1;
+        size_t offset;
+        w->master[i] = master;
+        need(oo_unit_add(w->engine, w->model, &tensor, &one, 1, 0, &w->unit[i], &w->member[i],
+                         &offset),
+             "unit");
+    }
+}
+
+static void end(struct world *w, const char *where) {
+    world_close(w, where);
+    unlink(path);
+}
+
+static void what_is_in_a_file_is_read_from_it(void) {
+    struct world w;
+    begin(&w, 100000);
+    CHECK(n_reads == 0 && stats_of(&w).disk_bytes == w.total && stats_of(&w).pageable_bytes == 0,
+          "%u reads at attach", n_reads);
+    for (int i = 0; i < 3; i++)
+        need(step(&w), "step");
+    feeds_end(&w);
+    const struct oo_stats stats = stats_of(&w);
+    CHECK(stats.disk_read_bytes == stats.h2d_bytes && stats.h2d_bytes > 3 * w.total &&
+              stats.disk_read_seconds > 0,
+          "%llu bytes read, %llu copied", (unsigned long long)stats.disk_read_bytes,
+          (unsigned long long)stats.h2d_bytes);
+    CHECK(stats.stale == 0, "%llu stale", (unsigned long long)stats.stale);
+    CHECK(n_reads >= stats.h2d_copies, "%u reads", n_reads);
+    end(&w, "from a file");
+}
+
+/* The step in which the read fails says so; those after it are right. */
+static void fail_at(unsigned nth, int is_lasting, const char *said) {
+    struct world w;
+    begin(&w, 100000);
+    how = strstr(said, "ended") ? ENDS_EARLY : INPUT_ERROR;
+    lasts = is_lasting;
+    fails = nth;
+    unsigned failures = 0;
+    for (int i = 0; i < 4; i++) {
+        const enum oo_status status = step(&w);
+        if (status != OO_OK) {
+            CHECK(status == OO_E_FILE && strstr(oo_error_message(), path) &&
+                      strstr(oo_error_message(), said),
+                  "read %u: %s: %s", nth, oo_status_name(status), oo_error_message());
+            failures++;
+        }
+        if (i == 1)
+            fails = 0;
+        CHECK(i < 2 || status == OO_OK, "read %u: step %d: %s", nth, i, oo_error_message());
+    }
+    CHECK(is_lasting ? failures == 2 : failures <= 1, "read %u: %u failures", nth, failures);
+    end(&w, "a read failed");
+}
+
+static void whichever_read_fails_the_next_step_is_right(void) {
+    struct world w;
+    begin(&w, 100000);
+    need(step(&w), "step");
+    feeds_end(&w);
+    const unsigned reads = n_reads;
+    end(&w, "counted");
+    CHECK(reads > UNITS, "%u reads", reads);
+    for (unsigned nth = 1; nth <= reads; nth++) {
+        fail_at(nth, 0, "Input/output error");
+        fail_at(nth, 0, "ended before its bytes had come");
+    }
+    fail_at(1, 1, "Input/output error");
+    fail_at(1, 1, "ended before its bytes had come");
+}
+
+static void where_direct_reads_are_refused_the_cache_is_used(void) {
+    struct world w;
+    begin(&w, 100000);
+    if (direct >= 0) {
+        how = REFUSED_DIRECT;
+        for (int i = 0; i < 2; i++)
+            need(step(&w), "step");
+        feeds_end(&w);
+        /* Those that were under way when the first was refused. */
+        CHECK(n_direct >= 1 && n_direct <= OO_FEED_THREADS, "%u direct reads", n_direct);
+        CHECK(stats_of(&w).disk_read_bytes == stats_of(&w).h2d_bytes, "what was not read");
+    }
+    end(&w, "refused");
+}
+
+static void where_nothing_can_be_locked_it_is_read_all_the_same(void) {
+    sim.simRefuseRegistration(1);
+    sim.simLockQuota(0);
+    struct world w;
+    begin(&w, 100000);
+    CHECK(w.engine->up.base == NULL, "there is a ring");
+    for (int i = 0; i < 2; i++)
+        need(step(&w), "step");
+    CHECK(n_reads > 2 * UNITS, "%u reads", n_reads);
+    lasts = 1;
+    fails = 1;
+    CHECK(step(&w) == OO_E_FILE && strstr(oo_error_message(), "Input/output"), "%s",
+          oo_error_message());
+    fails = 0;
+    need(step(&w), "the next step");
+    end(&w, "without a ring");
+}
+
+static void what_is_written_in_memory_counts(void) {
+    struct world w;
+    begin(&w, 100000);
+    need(step(&w), "step");
+    memset(w.master[3], 0x77, w.bytes[3]);
+    memset(w.master[UNITS - 1] + 100, 0x78, 1000); /* of a unit that is in the arena */
+    for (unsigned i = 0; i < UNITS; i++)
+        need(oo_engine_refresh(w.engine, w.model), "refresh");
+    const uint64_t before = stats_of(&w).disk_read_bytes, copied = stats_of(&w).h2d_bytes;
+    for (int i = 0; i < 2; i++)
+        need(step(&w), "step");
+    const uint64_t read = stats_of(&w).disk_read_bytes - before;
+    CHECK(read > 0 && read + w.bytes[3] <= stats_of(&w).h2d_bytes - copied, "%llu bytes read",
+          (unsigned long long)read);
+    /* Samples of what was written see that it is written again. */
+    memset(w.master[3], 0x79, w.bytes[3]);
+    need(step(&w), "step");
+    CHECK(stats_of(&w).stale <= 2, "%llu stale", (unsigned long long)stats_of(&w).stale);
+    end(&w, "written");
+}
+
+static void a_hit_sees_that_memory_was_written(void) {
+    struct world w;
+    begin(&w, 400000); /* all of it */
+    need(step(&w), "step");
+    feeds_end(&w);
+    const unsigned reads = n_reads;
+    need(step(&w), "step");
+    CHECK(n_reads == reads, "what is there was read again");
+    memset(w.master[5], 0x66, w.bytes[5]);
+    need(step(&w), "step");                    /* which compares */
+    const uint64_t stale = stats_of(&w).stale; /* its neighbours have bytes in its pages */
+    CHECK(stale >= 1 && stale <= 3, "%llu stale", (unsigned long long)stale);
+    end(&w, "a hit");
+}
+
+static void a_file_that_is_another_is_refused_until_it_is_back(void) {
+    struct world w;
+    begin(&w, 100000);
+    need(step(&w), "step");
+    struct stat was;
+    CHECK(stat(path, &was) == 0, "no file");
+    for (int change = 0; change < 3; change++) {
+        char away[80];
+        snprintf(away, sizeof away, "%s-away", path);
+        const struct timespec later[2] = {{0, UTIME_OMIT}, {was.st_mtim.tv_sec + 1, 0}};
+        const struct timespec back[2] = {{0, UTIME_OMIT}, was.st_mtim};
+        if (change == 0) {
+            CHECK(utimensat(AT_FDCWD, path, later, 0) == 0, "no time");
+        } else {
+            CHECK(rename(path, away) == 0, "no rename");
+            if (change == 2)
+                close(open(path, O_CREAT | O_WRONLY, 0600));
+        }
+        for (int i = 0; i < 2; i++) {
+            const enum oo_status status = step(&w);
+            CHECK(status == OO_E_FILE && strstr(oo_error_message(), "written, replaced or deleted"),
+                  "change %d: %s: %s", change, oo_status_name(status), oo_error_message());
+        }
+        if (change == 0)
+            CHECK(utimensat(AT_FDCWD, path, back, 0) == 0, "no time");
+        else
+            CHECK(rename(away, path) == 0, "no rename");
+        need(step(&w), "the next step");
+    }
+    end(&w, "another file");
+}
+
+static void another_file_than_the_callers_is_not_opened(void) {
+    struct world w;
+    struct oo_host *host = NULL;
+    world_begin(&w);
+    write_file(&w, BEFORE + w.total);
+    const int file = open("/dev/null", O_RDONLY);
+    CHECK(oo_host_create_file(path, file, &host) == OO_E_FILE && !host &&
+              strstr(oo_error_message(), "was replaced or written while it was opened"),
+          "%s", oo_error_message());
+    close(file);
+    CHECK(oo_host_create_file(path, -1, &host) == OO_E_FILE && !host, "%s", oo_error_message());
+    need(open_file(&host), "open");
+    oo_host_destroy(host);
+    unlink(path);
+    CHECK(open_file(&host) == OO_E_FILE && !host, "a file that is gone was opened");
+    need(oo_engine_destroy(w.engine), "destroy");
+    release_context("opened");
+    CHECK(sim_reset(&sim) == 0, "no reset");
+}
+
+static void a_file_is_not_locked(void) {
+    struct world w;
+    begin(&w, 100000);
+    struct oo_host *host;
+    need(open_file(&host), "open");
+    CHECK(oo_engine_lock(w.engine, host, OO_ALL_BYTES) == OO_E_ARGUMENT, "a file was locked");
+    oo_host_destroy(host);
+    need(step(&w), "step");
+    end(&w, "not locked");
+}
+
+/* Of several pieces, each from a page on, whose first and last are of no whole pages. */
+static void a_unit_of_several_pieces(void) {
+    struct world w;
+    world_begin(&w);
+    const size_t bytes = 2 * oo__ring_piece_bytes + 12345;
+    for (unsigned i = 0; i < UNITS; i++)
+        w.bytes[i] = i ? 1 : bytes;
+    write_file(&w, BEFORE + bytes + 100);
+    need(open_file(&w.host), "open");
+    w.host->disk->read = counted_read;
+    n_reads = fails = 0;
+    need(oo_engine_lock(w.engine, w.host, 0), "know");
+    need(oo_lease_add(w.engine, &w.lease), "lease");
+    w.leased = 1;
+    need(oo_model_add(w.engine, &w.model), "model");
+    need(oo_engine_compute_stream(w.engine, &w.stream), "stream");
+    w.arena = malloc(2 * bytes);
+    need(oo_segment_add(w.engine, w.lease, (uintptr_t)w.arena, 2 * bytes, w.stream), "segment");
+    w.master[0] = (char *)oo_host_address(w.host) + BEFORE;
+    const struct oo_tensor tensor = {.host = w.master[0], .bytes = bytes};
+    const uint32_t one = 1;
+    size_t offset;
+    need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &w.unit[0], &w.member[0], &offset),
+         "unit");
+    need(use(&w, 0, OO_FORWARD), "use");
+    CHECK(n_reads == 3 && stats_of(&w).disk_read_bytes == bytes, "%u reads", n_reads);
+    end(&w, "several pieces");
+}
+
+static const struct check_case cases[] = {
+    CASE(what_is_in_a_file_is_read_from_it),
+    CASE(whichever_read_fails_the_next_step_is_right),
+    CASE(where_direct_reads_are_refused_the_cache_is_used),
+    CASE(where_nothing_can_be_locked_it_is_read_all_the_same),
+    CASE(what_is_written_in_memory_counts),
+    CASE(a_hit_sees_that_memory_was_written),
+    CASE(a_file_that_is_another_is_refused_until_it_is_back),
+    CASE(another_file_than_the_callers_is_not_opened),
+    CASE(a_file_is_not_locked),
+    CASE(a_unit_of_several_pieces),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
+}
+
+#else
+
+int main(void) { return 0; }
+
+#endif

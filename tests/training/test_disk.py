@@ -1,0 +1,344 @@
+"""`attach` with ``disk=True``: weights stay in their files and are read each time they travel."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from equality import assert_models_agree, assert_same, attached, step_alike
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import oracle_offload
+from oracle_offload.errors import OffloadError
+from oracle_offload.model.on_disk import middle
+
+WIDTH, DEPTH = 192, 10
+WEIGHT = WIDTH * WIDTH * 4
+FLOOR = 2 * WEIGHT + 4096
+
+
+class Block(nn.Module):
+    """A frozen Linear with a small adapter beside it, which trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + torch.tanh(self.base(x)) + self.up(self.down(x))
+
+
+class Tower(nn.Module):
+    def __init__(self, reentrant=None, dtype=torch.float32):
+        super().__init__()
+        self.reentrant = reentrant
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.to(dtype)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(".base." not in name)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = (
+                block(x)
+                if self.reentrant is None
+                else checkpoint(block, x, use_reentrant=self.reentrant)
+            )
+        return x
+
+
+def step(model):
+    x = torch.randn(3, WIDTH, dtype=model.blocks[0].up.weight.dtype)
+    x = x.to(model.blocks[0].up.weight.device).requires_grad_()
+    y = model(x)
+    y.square().mean().backward()
+    return y.detach(), x.grad
+
+
+def saved(tmp_path, **options):
+    """Return a model with values, and the file that has them."""
+    torch.manual_seed(0)
+    model = Tower(**options)
+    path = tmp_path / "model.safetensors"
+    save_file(model.state_dict(), path)
+    return model, path
+
+
+def without_values(**options):
+    with oracle_offload.empty_weights():
+        return Tower(**options)
+
+
+def on_disk(managed, device, path, **options):
+    given = {"weights": path, "disk": True, "ram_budget": "300KiB", **options}
+    return attached(managed, device, **given)
+
+
+def read_bytes(manager):
+    return manager.state.engine.stats(manager.attachment.model)["disk_read_bytes"]
+
+
+def disk_bytes(manager):
+    return manager.state.engine.stats(manager.attachment.model)["disk_bytes"]
+
+
+# ---- the same bits ----
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "not"])
+def test_training_adapters_is_that_of_the_resident_model(device, tmp_path, reentrant):
+    resident, path = saved(tmp_path, reentrant=reentrant)
+    managed = without_values(reentrant=reentrant)
+    with on_disk(managed, device, path) as manager:
+        assert {f"blocks.{n}.base" for n in range(DEPTH)} <= {one.name for one in manager.layers}
+        assert 0 < disk_bytes(manager) < DEPTH * WEIGHT and read_bytes(manager) == 0
+        assert_models_agree(managed, resident, step, device=device)
+        optimizers = [
+            torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2)
+            for m in (managed, resident)
+        ]
+        step_alike(managed, resident, optimizers, device)
+        assert_models_agree(managed, resident, step, device=device)
+        assert read_bytes(manager) > disk_bytes(manager)
+        assert_same(managed.state_dict(), resident.state_dict())
+    assert_same(managed.state_dict(), resident.state_dict())
+
+
+def test_sampling_is_that_of_the_resident_model(device, tmp_path):
+    resident, path = saved(tmp_path, dtype=torch.bfloat16)
+    managed = without_values(dtype=torch.bfloat16)
+    resident.to(device)
+    with on_disk(managed, device, path, ram_budget="150KiB") as manager:
+        for seed in range(4):
+            torch.manual_seed(seed)
+            x = torch.randn(3, WIDTH, dtype=torch.bfloat16).to(device)
+            with torch.no_grad():
+                assert_same(managed(x), resident(x))
+        assert len(manager.layers) >= DEPTH and read_bytes(manager) > 2 * disk_bytes(manager) > 0
+
+
+def test_a_step_that_raises_leaves_the_next_one_right(device, tmp_path):
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, device, path) as manager:
+        handle = managed.blocks[DEPTH // 2].register_forward_hook(lambda *_: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                step(managed)
+        handle.remove()
+        assert_models_agree(managed, resident, step, device=device)
+        assert read_bytes(manager) > 0
+
+
+def test_sharded_files_stay_where_they_are(device, tmp_path):
+    resident, path = saved(tmp_path)
+    folder = tmp_path / "shards"
+    oracle_offload.save_weights(resident, folder, shard_bytes=4 * WEIGHT)
+    path.unlink()
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    managed = without_values()
+    with on_disk(managed, device, folder) as manager:
+        assert_models_agree(managed, resident, step, device=device)
+        assert read_bytes(manager) > 0
+        oracle_offload.save_weights(managed, tmp_path / "again")
+        again = without_values()
+        with on_disk(again, device, tmp_path / "again"):
+            assert_same(again.state_dict(), resident.state_dict())
+
+
+def test_nothing_of_what_stays_is_read_at_attach(tmp_path):
+    _, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, "cpu", path, ram_budget="1GiB") as manager:
+        assert disk_bytes(manager) == 0  # all of it has room
+        in_memory = sum(buffer.nbytes for buffer in manager.attachment.buffers)
+    managed = without_values()
+    with on_disk(managed, "cpu", path) as manager:
+        buffers = sum(buffer.nbytes for buffer in manager.attachment.buffers)
+        assert buffers <= 300 * 1024
+        assert buffers + disk_bytes(manager) >= in_memory - 4096
+        assert read_bytes(manager) == 0
+        stats = manager.state.engine.stats()
+        assert stats["locked_bytes"] - stats["ring_bytes"] <= 300 * 1024 + 4096
+        assert stats["pageable_bytes"] == 0
+
+
+def test_detach_and_another_attach(device, tmp_path):
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    for _ in range(2):
+        with on_disk(managed, device, path):
+            assert_models_agree(managed, resident, step, steps=1, device=device)
+        assert_same(managed.state_dict(), resident.state_dict())
+        managed = without_values()
+
+
+def test_another_arena_reads_the_same(device, tmp_path):
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, device, path) as manager:
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        with manager.set_budget(vram_budget=6 * WEIGHT):
+            assert_models_agree(managed, resident, step, steps=1, device=device)
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        with pytest.raises(ValueError, match="disk=False"):
+            manager.set_budget(replace(manager.budget, disk=False))
+
+
+# ---- weights that are written after all ----
+
+
+def farthest(manager):
+    """Return a layer whose weight is on disk."""
+    return next(
+        layer
+        for layer in manager.layers
+        if manager.attachment.pieces.is_on_disk(layer.masters.addresses["weight"])
+    )
+
+
+@pytest.mark.parametrize("how", ["in place", "unseen", "loaded"])
+def test_a_write_is_used(device, tmp_path, how):
+    resident, path = saved(tmp_path)
+    before = path.read_bytes()
+    managed = without_values()
+    with on_disk(managed, device, path) as manager:
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        name = farthest(manager).name
+        for model in (managed, resident):
+            weight = model.get_submodule(name).weight
+            with torch.no_grad():
+                if how == "in place":
+                    weight.mul_(1.5)
+                elif how == "unseen":  # torch counts no write; all of it, so that samples see it
+                    weight.cpu().numpy()[:] *= 1.5 if weight.device.type == "cpu" else 1
+                    if weight.device.type != "cpu":
+                        weight.mul_(1.5)
+                else:
+                    model.load_state_dict({f"{name}.weight": weight * 1.5}, strict=False)
+        assert_models_agree(managed, resident, step, device=device)
+        assert_same(managed.state_dict(), resident.state_dict())
+    assert path.read_bytes() == before, "the file was written"
+
+
+def test_a_weight_that_is_trained_later_moves_into_memory(device, tmp_path):
+    resident, path = saved(tmp_path)
+    before = path.read_bytes()
+    managed = without_values()
+    with on_disk(managed, device, path) as manager:
+        layer = farthest(manager)
+        on_disk_before = disk_bytes(manager)
+        for model in (managed, resident):
+            model.get_submodule(layer.name).weight.requires_grad_()
+        optimizers = [
+            torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2)
+            for m in (managed, resident)
+        ]
+        for _ in range(2):
+            assert_models_agree(managed, resident, step, device=device)
+            step_alike(managed, resident, optimizers, device)
+        assert disk_bytes(manager) == on_disk_before - WEIGHT
+        assert not manager.attachment.pieces.is_on_disk(layer.masters.addresses["weight"])
+        assert_models_agree(managed, resident, step, device=device)
+    assert path.read_bytes() == before, "the file was written"
+
+
+# ---- files that change ----
+
+
+def replaced(path):
+    other = path.with_suffix(".other")
+    other.write_bytes(path.read_bytes())
+    os.replace(other, path)
+
+
+def truncated(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def rewritten(path):
+    with open(path, "r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0\0")
+    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize("change", [replaced, truncated, rewritten, os.unlink])
+def test_a_file_that_changes_is_refused_by_name(device, tmp_path, change):
+    _, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, device, path):
+        step(managed)
+        change(path)
+        for _ in range(2):
+            with pytest.raises(OffloadError, match=r"model\.safetensors' was written, replaced"):
+                step(managed)
+
+
+def test_a_file_that_comes_back_is_read_again(device, tmp_path):
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, device, path) as manager:
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        path.rename(tmp_path / "away")
+        with pytest.raises(OffloadError, match="put the file back as it was"):
+            step(managed)
+        (tmp_path / "away").rename(path)
+        assert_models_agree(managed, resident, step, device=device)
+        assert read_bytes(manager) > 0
+
+
+# ---- what is refused ----
+
+
+def test_no_files():
+    model = Tower()
+    with pytest.raises(OffloadError, match=r"save_weights writes the files"):
+        oracle_offload.attach(model, "cpu", disk=True)
+
+
+def test_weights_that_train(tmp_path):
+    _, path = saved(tmp_path)
+    managed = without_values().requires_grad_()
+    with pytest.raises(OffloadError, match=r"TB a day.*requires_grad_\(False\)"):
+        oracle_offload.attach(managed, "cpu", weights=path, disk=True)
+    assert all(p.is_meta for p in managed.parameters())
+    managed.blocks[0].base.requires_grad_(False)
+    with pytest.raises(OffloadError, match=r"ram_budget has 300\.00 KiB for them"):
+        oracle_offload.attach(managed, "cpu", weights=path, disk=True, ram_budget="300KiB")
+
+
+def test_weights_that_are_converted(tmp_path):
+    _, path = saved(tmp_path)
+    managed = without_values(dtype=torch.bfloat16)
+    with pytest.raises(OffloadError, match=r"blocks\.0\.base\.weight.*are converted.*save_weights"):
+        oracle_offload.attach(managed, "cpu", weights=path, disk=True)
+
+
+def test_budgets_that_make_no_sense():
+    with pytest.raises(ValueError, match="ram_budget='offloaded' is for weights that stay"):
+        oracle_offload.Budget(disk=True, ram_budget="offloaded")
+    with pytest.raises(ValueError, match="disk='yes'"):
+        oracle_offload.Budget(disk="yes")
+
+
+# ---- which weights are in memory ----
+
+
+def test_the_middle_is_in_memory():
+    sizes = [4, 1, 1, 1, 1, 1, 4]
+    assert middle(sizes, 100) == set(range(7))
+    assert middle(sizes, 3) == {2, 3, 4}
+    assert middle(sizes, 0) == set()
+    assert middle([10, 3, 10], 2) == set()
+    assert middle([2, 9, 1], 3) == {0, 2}
+    for limit in range(15):
+        chosen = middle(sizes, limit)
+        assert sum(sizes[n] for n in chosen) <= limit
