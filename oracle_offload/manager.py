@@ -499,7 +499,7 @@ def attach(
         order = None if order_file is None else OrderFile(order_file)
         reading = None if weights is None else Loading(module, weights, quantize)
         with reading or contextlib.nullcontext() as loading:
-            placed = _place(module, wanted, ignore_modules, loading, shared)
+            placed = _place(module, where, wanted, ignore_modules, loading, shared)
             manager = _build(module, where, placed)
         _watch(manager, placed, order)
         if shared is not None:
@@ -588,6 +588,7 @@ class _Placed:
 
 def _place(
     module: nn.Module,
+    where: torch.device,
     budget: Budget,
     ignore_modules: Iterable[Any],
     loading: Loading | None,
@@ -602,7 +603,9 @@ def _place(
         budget = same_limit(every, asked, shared)
     disk = on_disk.OnDisk()
     if budget.disk:
-        units, kept, disk = on_disk.part(every, budget, loading)
+        floor = least_bytes(every, budget.most_locked_bytes() == float("inf"))
+        capacity = _arena_without_kept(where, budget, every, floor)
+        units, kept, disk = on_disk.part(every, budget, loading, capacity, floor)
         host_room = HostRoom()
     else:
         units, kept, host_room = part(every, budget, expected)
@@ -622,6 +625,18 @@ def _place(
         loading,
         shared,
     )
+
+
+def _arena_without_kept(
+    where: torch.device, budget: Budget, units: Iterable[Unit], floor: int
+) -> int:
+    """Return the bytes of an arena beside which nothing stays on the device; 0: steps tell."""
+    if budget.vram_budget == AUTO:
+        return 0
+    with opened(where) as state:
+        _, total = state.engine.mem_info()
+    streamed = sum(place_bytes(unit, True) for unit in units)
+    return place(budget, Weights(streamed, floor), total, 0)
 
 
 # ---- build: masters, arena, units; all of it or nothing ----

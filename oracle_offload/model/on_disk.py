@@ -3,7 +3,9 @@
 What is frozen, and in one file as the model has it, needs no memory of its own. What of it
 `ram_budget` has no room for is read from its file each time it travels. The arena keeps the ends of
 the model from forward to backward and from step to step, so that these travel once a step and the
-middle twice: the middle is what is in memory.
+middle twice: the middle is what is in memory. Of M bytes with R in memory and an arena of C, a step
+so reads 2 (M - R - C), the least. Where R + 2 C exceeds M, the arena would keep some of what is in
+memory too: as much of the ends stays on the device for good, beside an arena that is smaller by it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ..host.mounts import mount_of
 from ..host.sizes import KIB, format_size
 from . import masters
 from .budget import AUTO, Budget
-from .kept import Kept, distinct, host_limit, keep
+from .kept import Kept, distinct, host_limit, keep, spread
 from .selection import Unit, listed
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from .loading import Loading
 
 SMALL_BYTES = 64 * KIB  # of a tensor: a read of less costs as much
+_RESIDENT = "kept on the device: disk=True reads least if it never travels"
 _STATES = 4  # times the bytes of bfloat16 weights are AdamW's states
 _STEPS_A_DAY = 86400 // 10  # of ten seconds
 
@@ -61,9 +64,20 @@ class OnDisk:
 
 
 def part(
-    units: list[Unit], budget: Budget, loading: Loading | None
+    units: list[Unit], budget: Budget, loading: Loading | None, capacity: int, floor: int
 ) -> tuple[list[Unit], Kept, OnDisk]:
     """`keep` for a model whose weights may stay on disk; also returns which do.
+
+    Parameters
+    ----------
+    units : list of lists of Chosen
+        In model order.
+    budget : Budget
+    loading : Loading or None
+        The files that they come from.
+    capacity, floor : int
+        Bytes of the arena as it would be if nothing stayed on the device for good (0: not known),
+        and the least that it needs.
 
     Raises
     ------
@@ -99,21 +113,43 @@ def part(
         )
     _refuse_network({file.path for _, file, _ in places.values()})
     units, kept = keep(units, wanted, lambda t: 0 if id(t) in places else tensor_bytes(t))
-    streaming = distinct(units)
-    room = limit - unit_bytes([tensor for tensor in streaming if id(tensor) not in places])
+    room = limit - unit_bytes([tensor for tensor in distinct(units) if id(tensor) not in places])
     sizes = {
         number: unit_bytes([t for t in distinct([unit]) if id(t) in places])
         for number, unit in enumerate(units)
     }
     in_memory = middle([sizes[number] for number in range(len(units))], room)
-    left = {
-        id(tensor)
-        for number, unit in enumerate(units)
-        if number not in in_memory
-        for tensor in distinct([unit])
+    left = [number for number in range(len(units)) if number not in in_memory]
+    resident: set[int] = set()
+    if not kept.bytes and not _are_tied(units):
+        resident = _resident(units, left, in_memory, capacity, floor)
+        kept = Kept([units[number] for number in sorted(resident)], _RESIDENT)
+    staying = {
+        id(t) for number in left if number not in resident for t in distinct([units[number]])
     }
-    staying = {id(tensor) for tensor in streaming} & left
-    return units, kept, OnDisk({key: row for key, row in places.items() if key in staying})
+    return (
+        [unit for number, unit in enumerate(units) if number not in resident],
+        kept,
+        OnDisk({key: row for key, row in places.items() if key in staying}),
+    )
+
+
+def _are_tied(units: Sequence[Unit]) -> bool:
+    """Whether any tensor is in two units: then both stay, or none."""
+    return len(distinct(units)) < sum(len(distinct([unit])) for unit in units)
+
+
+def _resident(
+    units: Sequence[Unit], left: Sequence[int], in_memory: set[int], capacity: int, floor: int
+) -> set[int]:
+    """Choose what stays on the device for good of the units that are `left` on disk."""
+    sizes = [unit_bytes(distinct([unit])) for unit in units]
+    in_both = sum(sizes[number] for number in in_memory) + 2 * capacity - sum(sizes)
+    most = min(in_both, capacity - floor)
+    if most <= 0:
+        return set()
+    chosen = spread([sizes[number] for number in left], most)
+    return {left[number] for number in chosen}
 
 
 def middle(sizes: Sequence[int], limit: int) -> set[int]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload.errors import OffloadError
+from oracle_offload.host.mounts import file_system, is_network
 from oracle_offload.model.on_disk import middle
 
 WIDTH, DEPTH = 192, 10
@@ -329,7 +330,88 @@ def test_budgets_that_make_no_sense():
         oracle_offload.Budget(disk="yes")
 
 
-# ---- which weights are in memory ----
+# ---- which weights are in memory, and what is read ----
+
+
+class Chain(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(depth))
+        self.shift = nn.Parameter(torch.zeros(128))
+        for layer in self.layers:
+            layer.requires_grad_(False)
+
+    def forward(self, x):
+        x = x + self.shift
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("memory", "arena", "kept"),
+    [(0, 4, 0), (10, 4, 0), (10, 12, 0), (20, 8, 0), (10, 16, 2), (20, 16, 12), (34, 4, 2)],
+)
+def test_training_reads_no_more_than_the_least(tmp_path, memory, arena, kept):
+    depth, weight = 40, 4 * 128 * 128
+    torch.manual_seed(0)
+    resident = Chain(depth)
+    save_file(resident.state_dict(), tmp_path / "model.safetensors")
+    with oracle_offload.empty_weights():
+        managed = Chain(depth)
+    sizes = {"ram_budget": memory * weight + 4096, "vram_budget": arena * weight + 4096}
+    with on_disk(managed, "cpu", tmp_path, **sizes) as manager:
+        assert len(manager.layers) == depth - kept
+        x = torch.randn(2, 128)
+        read = [0]
+        for _ in range(8):
+            for model in (managed, resident):
+                model.zero_grad()
+                model(x).sum().backward()
+            assert_same(managed.shift.grad, resident.shift.grad)
+            read.append(read_bytes(manager))
+        least = 2 * (depth - memory - arena) * weight
+        assert least > 0 and (read[-1] - read[-4]) / 3 <= 1.02 * least
+
+
+# ---- files on other machines ----
+
+
+def test_a_network_mount_is_refused(tmp_path, monkeypatch):
+    _, path = saved(tmp_path)
+    device = os.stat(path).st_dev
+    table = tmp_path / "mountinfo"
+    rows = [
+        "21 1 0:4 / /proc rw,nosuid shared:5 - proc proc rw",
+        f"22 1 {os.major(device)}:{os.minor(device)} / /data rw - nfs4 server:/data rw,vers=4.2",
+    ]
+    table.write_text("\n".join(rows) + "\n")
+    assert file_system(path, str(table)) == "nfs4"
+    table.write_text(rows[0] + "\n")
+    assert file_system(path, str(table)) == "" == file_system(path, str(tmp_path / "none"))
+    assert is_network("nfs4") and is_network("fuse.sshfs") and is_network("cifs")
+    assert not is_network("ext4") and not is_network("fuse.ntfs-3g") and not is_network("")
+    assert not is_network(file_system(path))
+    monkeypatch.setattr("oracle_offload.model.on_disk.file_system", lambda path: "nfs4")
+    with pytest.raises(OffloadError, match=r"network mount \(nfs4\).*copy it to a local disk"):
+        oracle_offload.attach(without_values(), "cpu", weights=path, disk=True, ram_budget="300KiB")
+
+
+# ---- which is the middle, and what is said ----
+
+
+def test_the_summary_says_what_is_in_files(tmp_path):
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, "cpu", path) as manager:
+        assert "weights in files" in str(manager.memory_summary())
+        step(managed)
+        (device,) = manager.memory_summary().devices
+        assert device.disk_bytes == disk_bytes(manager) > 0
+        assert device.disk_read_bytes == read_bytes(manager) > device.disk_bytes
+        assert device.disk_gbps > 0 and "a thread" in str(manager.memory_summary())
+    with attached(resident, "cpu") as manager:
+        assert "weights in files" not in str(manager.memory_summary())
 
 
 def test_the_middle_is_in_memory():
