@@ -666,6 +666,8 @@ def _build(module: nn.Module, where: torch.device, placed: _Placed) -> MemoryMan
             placed.kept.move_to(where)
             if loading is not None:
                 logger.info("%s: read %s", attachment.name, loading.done())
+                if placed.disk.places:
+                    loading.uncache()
         except BaseException as error:
             if shared is not None:  # before its connections end: the others are to learn why
                 shared.ranks.fail_with(error)

@@ -41,11 +41,10 @@ int oo__pages_show(void *pages, size_t bytes, int file, uint64_t begin);
 int oo__pages_own(void *memory, size_t bytes);
 size_t oo__page_bytes(void);
 
-/* Which file it is, and of when: another where it was written, cut off or replaced. */
+/* Which file it is, and of when: another where it was written, cut off or replaced. Of numbers of
+ * one size, so that its bytes can be compared. */
 struct oo_file_state {
-    uint64_t device, inode, size;
-    int64_t written_s;
-    uint32_t written_ns;
+    uint64_t device, inode, size, written_s, written_ns;
 };
 /* Open a file for reading: a descriptor that a child started by exec has not, or -1 with errno.
  * `direct`: past the system's cache, into whole pages and from multiples of a page alone; some file

@@ -189,8 +189,8 @@ static int oo__state_of(int failed, const struct stat *found, struct oo_file_sta
 #endif
     if (!failed)
         *state = (struct oo_file_state){(uint64_t)found->st_dev, (uint64_t)found->st_ino,
-                                        (uint64_t)found->st_size, written.tv_sec,
-                                        (uint32_t)written.tv_nsec};
+                                        (uint64_t)found->st_size, (uint64_t)written.tv_sec,
+                                        (uint64_t)written.tv_nsec};
     return failed;
 }
 
@@ -205,19 +205,11 @@ int oo__path_state(const char *path, struct oo_file_state *state) {
 }
 
 ptrdiff_t oo__file_read(int file, void *target, size_t bytes, uint64_t begin) {
-    size_t done = 0;
-    while (done < bytes) {
-        const ssize_t got = pread(file, (char *)target + done, bytes - done, (off_t)(begin + done));
-        if (got < 0 && errno == EINTR)
-            continue;
-        /* A direct read that has met the end of the file within a page goes on from no page. */
-        if (got == 0 || (got < 0 && errno == EINVAL && done))
-            break;
-        if (got < 0)
-            return -1;
-        done += (size_t)got;
-    }
-    return (ptrdiff_t)done;
+    ptrdiff_t got;
+    do
+        got = pread(file, target, bytes, (off_t)begin);
+    while (got < 0 && errno == EINTR);
+    return got;
 }
 
 void oo__file_uncache(int file, uint64_t begin, size_t bytes) {

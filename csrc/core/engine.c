@@ -70,11 +70,10 @@ static size_t oo__master_bytes(const struct oo_member_tensor *tensor) {
 static uint64_t oo__read_master(const struct oo_engine *engine, const struct oo_unit *unit,
                                 const struct oo_member_tensor *tensor, enum oo_reading reading) {
     const size_t bytes = oo__master_bytes(tensor);
-    const struct oo_known *memory =
-        unit->on_disk ? oo__known_memory(engine, tensor->host, bytes) : NULL;
-    if (memory && memory->host->disk && !oo__disk_written(tensor->host, bytes))
-        return 0;
-    return oo__fingerprint(tensor->host, bytes, reading);
+    int in_memory = 1;
+    if (unit->on_disk && oo__on_disk(engine, tensor->host, bytes))
+        in_memory = oo__disk_written(tensor->host, bytes);
+    return in_memory ? oo__fingerprint(tensor->host, bytes, reading) : 0;
 }
 
 static uint64_t oo__read_masters(const struct oo_engine *engine, const struct oo_member *member,

@@ -151,7 +151,10 @@ static int oo__slot_wait(struct oo_engine *engine, unsigned slot, struct oo_fail
  * Returns where they are there; NULL: `failure`. */
 static const char *oo__piece_bring(const struct oo_piece *piece, char *room,
                                    struct oo_failure *failure, struct oo_costs *costs) {
-    if (!oo__disk_of(piece->part) || oo__disk_written(piece->host, piece->bytes)) {
+    int in_memory = 1;
+    if (oo__disk_of(piece->part))
+        in_memory = oo__disk_written(piece->host, piece->bytes);
+    if (in_memory) {
         memcpy(room, piece->host, piece->bytes);
         return room;
     }
@@ -368,7 +371,8 @@ enum oo_status oo__feeder_prepare(struct oo_engine *engine) {
     enum oo_status status = oo__ring_prepare(engine, &engine->up);
     if (status != OO_OK)
         return status;
-    const size_t most = oo__processors() < OO_FEED_THREADS ? oo__processors() : OO_FEED_THREADS;
+    const size_t copying = oo__processors() < OO_FEED_THREADS ? oo__processors() : OO_FEED_THREADS;
+    const size_t most = feeder->reads ? (size_t)OO_READ_THREADS : copying;
     while (feeder->n_threads < most) {
         struct oo_thread *thread = oo__thread_start(oo__feeder_run, engine);
         if (!thread)

@@ -24,6 +24,11 @@ const struct oo_known *oo__known_memory(const struct oo_engine *engine, const vo
     return NULL;
 }
 
+int oo__on_disk(const struct oo_engine *engine, const void *address, size_t bytes) {
+    const struct oo_known *known = oo__known_memory(engine, address, bytes);
+    return known ? known->host->disk != NULL : 0;
+}
+
 int oo__is_locked(const struct oo_known *memory, const void *address, size_t bytes) {
     return memory && memory->registration &&
            (uintptr_t)address + bytes <=
@@ -180,6 +185,7 @@ enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, si
         goto done;
     }
     engine->stats.allocations++;
+    engine->feeder.reads |= host->disk != NULL;
     *known = (struct oo_known){.host = host, .engine = engine};
     if (lock)
         OO_TRY(oo__registration_take(engine, known, lock, &result));

@@ -74,7 +74,9 @@ struct oo_ring {
 
 /* ---- threads that copy what is not locked: feed.c ---- */
 
-enum { OO_FEED_THREADS = 4 };
+/* Of those that copy memory, no more than processors; of those that read files, which wait for a
+ * disk and not for a processor, as many as pieces of the ring. */
+enum { OO_FEED_THREADS = 4, OO_READ_THREADS = OO_RING_PIECES };
 
 /* A driver call of a copy thread that failed, or its read of a file; `call` is NULL where none has.
  */
@@ -116,8 +118,9 @@ struct oo_feeder {
     struct oo_failure loss;      /* of the context, as a copy thread met it */
     uint64_t since, nanoseconds; /* some thread has been copying since; and did, not yet counted */
     /* Under the engine's mutex: */
-    struct oo_thread *threads[OO_FEED_THREADS];
+    struct oo_thread *threads[OO_READ_THREADS];
     uint32_t n_threads;
+    int reads; /* some of what it brings is in files */
 };
 
 /* ---- coded weights on their way: staging.c ---- */

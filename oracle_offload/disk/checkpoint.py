@@ -101,6 +101,11 @@ class WeightFile:
                 "were loaded. Attach again once no program writes it."
             )
 
+    def uncache(self) -> None:
+        """Let the system drop what it has cached of the file."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         """Close the file; what is mapped stays."""
         self._file.close()
@@ -160,6 +165,11 @@ class Checkpoint:
         """Refuse what was read where a file was written meanwhile; see `WeightFile`."""
         for file in self._files:
             file.check_unwritten()
+
+    def uncache(self) -> None:
+        """Let the system drop what it has cached of them."""
+        for file in self._files:
+            file.uncache()
 
     def close(self) -> None:
         """Close all files."""

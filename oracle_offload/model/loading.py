@@ -192,6 +192,10 @@ class Loading:
             else:  # attach moves buffers, each for all that hold it
                 tensor.data = there
 
+    def uncache(self) -> None:
+        """Let the system drop what it has cached of the files: that memory is short is known."""
+        self._checkpoint.uncache()
+
     def done(self) -> str:
         """Keep the values from now on; return what was read, and how fast, in words.
 

@@ -153,6 +153,9 @@ class Recording:
                 f"{format_size(round(counters['h2d_bytes']))} to the device in "
                 f"{counters['h2d_copies']:.0f} copies and evicts {counters['evictions']:.0f} units"
             )
+            read = counters.get("disk_read_bytes", 0)  # of older recordings there is none
+            if read:
+                lines.append(f"{device}: {format_size(round(read))} of that were read from files")
         for device in self.header["devices"]:
             lost = [
                 f"{device[f'dropped_{what}']} {what.replace('_', ' ')}"

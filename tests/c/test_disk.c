@@ -43,7 +43,9 @@ static ptrdiff_t counted_read(int file, void *target, size_t bytes, uint64_t beg
         const ptrdiff_t got = oo__file_read(file, target, bytes, begin);
         return got < 300 ? got - 1 : 300;
     }
-    return oo__file_read(file, target, bytes, begin);
+    const ptrdiff_t got = oo__file_read(file, target, bytes, begin);
+    errno = EINVAL; /* which says nothing after a success */
+    return got;
 }
 
 static void write_file(const struct world *w, size_t bytes) {
@@ -107,6 +109,7 @@ static void what_is_in_a_file_is_read_from_it(void) {
     begin(&w, 100000);
     CHECK(n_reads == 0 && stats_of(&w).disk_bytes == w.total && stats_of(&w).pageable_bytes == 0,
           "%u reads at attach", n_reads);
+    CHECK(w.engine->feeder.n_threads == OO_READ_THREADS, "%u threads", w.engine->feeder.n_threads);
     for (int i = 0; i < 3; i++)
         need(step(&w), "step");
     feeds_end(&w);
@@ -140,6 +143,7 @@ static void fail_at(unsigned nth, int is_lasting, const char *said) {
             fails = 0;
         CHECK(i < 2 || status == OO_OK, "read %u: step %d: %s", nth, i, oo_error_message());
     }
+    CHECK(!w.host->disk->refused, "read %u: an error was taken for a refusal", nth);
     CHECK(is_lasting ? failures == 2 : failures <= 1, "read %u: %u failures", nth, failures);
     end(&w, "a read failed");
 }
@@ -169,10 +173,33 @@ static void where_direct_reads_are_refused_the_cache_is_used(void) {
             need(step(&w), "step");
         feeds_end(&w);
         /* Those that were under way when the first was refused. */
-        CHECK(n_direct >= 1 && n_direct <= OO_FEED_THREADS, "%u direct reads", n_direct);
+        CHECK(n_direct >= 1 && n_direct <= OO_READ_THREADS, "%u direct reads", n_direct);
         CHECK(stats_of(&w).disk_read_bytes == stats_of(&w).h2d_bytes, "what was not read");
     }
     end(&w, "refused");
+    begin(&w, 100000);
+    if (direct >= 0) { /* as of a file system that refuses when the file is opened */
+        close(direct);
+        direct = w.host->disk->direct = -1;
+    }
+    need(step(&w), "step");
+    CHECK(!w.host->disk->refused, "what was never asked has refused");
+    end(&w, "not opened");
+}
+
+static void a_read_says_how_much_came(void) {
+    struct world w;
+    begin(&w, 100000);
+    char *room = oo_host_address(w.host);
+    char some[300] = {0};
+    errno = EINTR; /* of an earlier call */
+    CHECK(oo__file_read(w.host->disk->buffered, some, 100, BEFORE) == 100 &&
+              memcmp(some, room + BEFORE, 100) == 0,
+          "wrong bytes");
+    CHECK(oo__file_read(w.host->disk->buffered, some, 300, BEFORE + w.total - 200) == 200,
+          "bytes behind the end");
+    CHECK(oo__file_read(-1, some, 100, 0) == -1 && errno == EBADF, "read from no file");
+    end(&w, "read");
 }
 
 static void where_nothing_can_be_locked_it_is_read_all_the_same(void) {
@@ -229,33 +256,56 @@ static void a_hit_sees_that_memory_was_written(void) {
     end(&w, "a hit");
 }
 
+enum { NEXT_SECOND, NEXT_NANOSECOND, CUT_OFF, DELETED, REPLACED, CHANGES };
+
+static void set_time(time_t seconds, long nanoseconds) {
+    const struct timespec times[2] = {{0, UTIME_OMIT}, {seconds, nanoseconds}};
+    CHECK(utimensat(AT_FDCWD, path, times, 0) == 0, "no time");
+}
+
+/* Each of what tells files apart, alone. */
+static void change_file(int change, const struct stat *was, const char *away) {
+    const time_t seconds = was->st_mtim.tv_sec;
+    if (change == NEXT_SECOND)
+        set_time(seconds + 1, was->st_mtim.tv_nsec);
+    if (change == NEXT_NANOSECOND)
+        set_time(seconds, (was->st_mtim.tv_nsec + 1) % 1000000000);
+    if (change == CUT_OFF)
+        CHECK(truncate(path, was->st_size + 1) == 0, "not cut off");
+    if (change == DELETED || change == REPLACED)
+        CHECK(rename(path, away) == 0, "no rename");
+    if (change == REPLACED) {
+        close(open(path, O_CREAT | O_WRONLY, 0600));
+        CHECK(truncate(path, was->st_size) == 0, "not as long");
+    }
+    if (change == CUT_OFF || change == REPLACED)
+        set_time(seconds, was->st_mtim.tv_nsec);
+}
+
+static void change_back(int change, const struct stat *was, const char *away) {
+    if (change == DELETED || change == REPLACED)
+        CHECK(rename(away, path) == 0, "no rename");
+    if (change == CUT_OFF)
+        CHECK(truncate(path, was->st_size) == 0, "not cut off");
+    set_time(was->st_mtim.tv_sec, was->st_mtim.tv_nsec);
+}
+
 static void a_file_that_is_another_is_refused_until_it_is_back(void) {
     struct world w;
     begin(&w, 100000);
     need(step(&w), "step");
     struct stat was;
+    char away[80];
     CHECK(stat(path, &was) == 0, "no file");
-    for (int change = 0; change < 3; change++) {
-        char away[80];
-        snprintf(away, sizeof away, "%s-away", path);
-        const struct timespec later[2] = {{0, UTIME_OMIT}, {was.st_mtim.tv_sec + 1, 0}};
-        const struct timespec back[2] = {{0, UTIME_OMIT}, was.st_mtim};
-        if (change == 0) {
-            CHECK(utimensat(AT_FDCWD, path, later, 0) == 0, "no time");
-        } else {
-            CHECK(rename(path, away) == 0, "no rename");
-            if (change == 2)
-                close(open(path, O_CREAT | O_WRONLY, 0600));
-        }
+    snprintf(away, sizeof away, "%s-away", path);
+    for (int change = 0; change < CHANGES; change++) {
+        change_file(change, &was, away);
         for (int i = 0; i < 2; i++) {
             const enum oo_status status = step(&w);
             CHECK(status == OO_E_FILE && strstr(oo_error_message(), "written, replaced or deleted"),
                   "change %d: %s: %s", change, oo_status_name(status), oo_error_message());
         }
-        if (change == 0)
-            CHECK(utimensat(AT_FDCWD, path, back, 0) == 0, "no time");
-        else
-            CHECK(rename(away, path) == 0, "no rename");
+        change_back(change, &was, away);
         need(step(&w), "the next step");
     }
     end(&w, "another file");
@@ -275,7 +325,8 @@ static void another_file_than_the_callers_is_not_opened(void) {
     need(open_file(&host), "open");
     oo_host_destroy(host);
     unlink(path);
-    CHECK(open_file(&host) == OO_E_FILE && !host, "a file that is gone was opened");
+    CHECK(open_file(&host) == OO_E_FILE && !host && strstr(oo_error_message(), "No such file"),
+          "a file that is gone was opened: %s", oo_error_message());
     need(oo_engine_destroy(w.engine), "destroy");
     release_context("opened");
     CHECK(sim_reset(&sim) == 0, "no reset");
@@ -293,8 +344,10 @@ static void a_file_is_not_locked(void) {
 }
 
 /* Of several pieces, each from a page on, whose first and last are of no whole pages. */
-static void a_unit_of_several_pieces(void) {
+static void a_unit_of_several_pieces(int has_ring) {
     struct world w;
+    sim.simRefuseRegistration(!has_ring);
+    sim.simLockQuota(has_ring ? UINT64_MAX : 0);
     world_begin(&w);
     const size_t bytes = 2 * oo__ring_piece_bytes + 12345;
     for (unsigned i = 0; i < UNITS; i++)
@@ -317,21 +370,27 @@ static void a_unit_of_several_pieces(void) {
     need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &w.unit[0], &w.member[0], &offset),
          "unit");
     need(use(&w, 0, OO_FORWARD), "use");
+    CHECK(has_ring == (w.engine->up.base != NULL), "a ring is there, or not");
     CHECK(n_reads == 3 && stats_of(&w).disk_read_bytes == bytes, "%u reads", n_reads);
     end(&w, "several pieces");
 }
+
+static void a_unit_travels_in_pieces(void) { a_unit_of_several_pieces(1); }
+static void a_unit_travels_in_pieces_without_a_ring(void) { a_unit_of_several_pieces(0); }
 
 static const struct check_case cases[] = {
     CASE(what_is_in_a_file_is_read_from_it),
     CASE(whichever_read_fails_the_next_step_is_right),
     CASE(where_direct_reads_are_refused_the_cache_is_used),
+    CASE(a_read_says_how_much_came),
     CASE(where_nothing_can_be_locked_it_is_read_all_the_same),
     CASE(what_is_written_in_memory_counts),
     CASE(a_hit_sees_that_memory_was_written),
     CASE(a_file_that_is_another_is_refused_until_it_is_back),
     CASE(another_file_than_the_callers_is_not_opened),
     CASE(a_file_is_not_locked),
-    CASE(a_unit_of_several_pieces),
+    CASE(a_unit_travels_in_pieces),
+    CASE(a_unit_travels_in_pieces_without_a_ring),
 };
 
 int main(int argc, char **argv) {

@@ -400,6 +400,22 @@ def test_a_network_mount_is_refused(tmp_path, monkeypatch):
 # ---- which is the middle, and what is said ----
 
 
+def test_a_recording_has_what_was_read(tmp_path):
+    _, path = saved(tmp_path)
+    managed = without_values()
+    trained = [parameter for parameter in managed.parameters() if parameter.requires_grad]
+    with on_disk(managed, "cpu", path) as manager:
+        optimizer = torch.optim.SGD(trained, lr=1e-2)
+        with oracle_offload.record(timed_every=0) as recorder:
+            for _ in range(6):
+                step(managed)
+                optimizer.step()
+            recording = recorder.recording()
+        counted = sum(one["counters"]["disk_read_bytes"] for one in recording.steps())
+        assert 0 < counted <= read_bytes(manager)
+        assert "of that were read from files" in str(recording)
+
+
 def test_the_summary_says_what_is_in_files(tmp_path):
     resident, path = saved(tmp_path)
     managed = without_values()
