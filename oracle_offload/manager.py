@@ -630,7 +630,7 @@ def _place(
 def _arena_without_kept(
     where: torch.device, budget: Budget, units: Iterable[Unit], floor: int
 ) -> int:
-    """Return the bytes of an arena beside which nothing stays on the device; 0: steps tell."""
+    """Return the bytes of an arena with which nothing stays on the device; 0: steps say."""
     if budget.vram_budget == AUTO:
         return 0
     with opened(where) as state:

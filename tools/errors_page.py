@@ -76,6 +76,18 @@ NOTES: dict[str, dict[str, str]] = {
         "the next step reads again": (
             "The system's reason follows; where it lasts, the disk or its cable is failing."
         ),
+        "more say something": (
+            "A file that is this small is read before a disk has shown its rate: name a larger one."
+        ),
+        "ways need more": "Each way of reading takes a part of the file: name a larger one.",
+        "disk=True with quantize=": (
+            "Weights on disk are read as the file has them. Quantise once, save that, and plan for "
+            "the quantised file."
+        ),
+        "was compiled as one whose gradient depends on the weight alone": (
+            "Compiled code keeps what it was built to keep. The layer's own code reads the input "
+            "in its gradient for this dtype: leave that layer resident, or call it in eager mode."
+        ),
         "is not a number in [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
         "is outside [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
         "set_budget() needs a budget=": (
@@ -91,7 +103,7 @@ NOTES: dict[str, dict[str, str]] = {
             "`budget` takes an `oracle_offload.Budget(...)`; a size alone is `vram_budget`."
         ),
         "next to budget=: give each": (
-            "A budget says all five: `Budget(vram_budget=..., lock=...)`. Give none outside of it."
+            "A budget says all of it: `Budget(vram_budget=..., lock=...)`. Give none outside of it."
         ),
         "and none of the rates": (
             "`plan` takes measured rates by name: `link_gbps`, `memory_gbps`, `tflops`, `launch_s`."

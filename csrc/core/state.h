@@ -239,7 +239,7 @@ struct oo_unit {
     uint8_t rewrite_lasts;    /* that use goes on */
     uint64_t rewrite;
     uint8_t is_fed;            /* by the copy threads: not all of its parts are locked */
-    uint8_t on_disk;           /* some of its parts are in a file, as far as nobody writes them */
+    uint8_t on_disk;           /* some of its parts are in a file, as far as no one writes them */
     uint8_t is_coded, decodes; /* some of its parts are chunks; some of those need a kernel */
     uint8_t only_decoded;      /* nothing else writes to its slot */
     struct oo_feed *feed;      /* NULL until the first one */

@@ -1,7 +1,7 @@
 """How fast a disk reads: an existing large file, cold, by one thread and by several.
 
 Nothing is written. The page cache is passed by (O_DIRECT, FILE_FLAG_NO_BUFFERING) or, where a file
-system refuses that, told to drop what was read.
+system refuses that, with a request to drop what was read.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DiskSpeed:
     rates : tuple of Rate
         In the order in which they were asked for.
     direct : bool
-        Whether the page cache was passed by; else it was told to drop what was read.
+        Whether the page cache was passed by; else it was asked to drop what was read.
     nbytes : int
         That were read.
     seconds : float

@@ -5,7 +5,7 @@ What is frozen, and in one file as the model has it, needs no memory of its own.
 the model from forward to backward and from step to step, so that these travel once a step and the
 middle twice: the middle is what is in memory. Of M bytes with R in memory and an arena of C, a step
 so reads 2 (M - R - C), the least. Where R + 2 C exceeds M, the arena would keep some of what is in
-memory too: as much of the ends stays on the device for good, beside an arena that is smaller by it.
+memory too: as much of the ends stays on the device for good, and the arena is smaller by it.
 """
 
 from __future__ import annotations
@@ -206,9 +206,9 @@ def _refuse_network(paths: Iterable[str]) -> None:
         mount = mount_of(os.path.realpath(path))
         if mount is not None and mount.is_network:
             raise OffloadError(
-                f"disk=True: '{path}' is on a network mount ({mount.kind}), whose reads wait for another "
-                "machine, and whose files change unseen: copy it to a local disk, and name that "
-                "in weights=."
+                f"disk=True: '{path}' is on a network mount ({mount.kind}), whose reads wait for "
+                "another machine, and whose files change unseen: copy it to a local disk, and "
+                "name that in weights=."
             )
 
 

@@ -1,6 +1,6 @@
 /* Masters that stay in their file: what travels is read from it, whole pages past the cache or, if
- * the system refuses that, with it; a read that fails or ends early is told to who asks for the
- * unit, and the next step is right; a file that is not what it was is never used; and what was
+ * the system refuses that, with it; a read that fails or ends early is reported to who asks for
+ * the unit, and the next step is right; a file that is not what it was is never used; and what was
  * written in memory is what counts. */
 #define _GNU_SOURCE /* utimensat, mkstemp */
 #include "world.h"

@@ -24,7 +24,7 @@ FLOOR = 2 * WEIGHT + 4096
 
 
 class Block(nn.Module):
-    """A frozen Linear with a small adapter beside it, which trains."""
+    """A frozen Linear, and a small adapter which trains."""
 
     def __init__(self):
         super().__init__()
