@@ -60,7 +60,7 @@ def test_each_quantised_layer_is_one_operator(kind, name):
         assert len(layers) == 6
         for block in managed:
             block.compile(backend=backend, fullgraph=True)
-        assert_models_agree(managed, resident, quantised.step_of(x, mode))
+        assert_models_agree(managed, quantised.on_device(resident), quantised.step_of(x, mode))
         again = mode == "not-reentrant"  # its recompute runs the graph again
         assert backend.count("quantised") == RUNS * 2 * (len(layers) * (1 + again) + 2)
         assert backend.graphs <= 3  # one serves all blocks: with gradients, without, in a recompute
@@ -92,7 +92,9 @@ def test_autocast_is_that_of_the_call(kind, name):
     with attached(managed) as manager:
         for block in managed:
             block.compile(backend=backend, fullgraph=True)
-        assert_models_agree(managed, resident, quantised.step_of(x, "autocast"))
+        assert_models_agree(
+            managed, quantised.on_device(resident), quantised.step_of(x, "autocast")
+        )
         assert manager.attachment.state.engine.stats()["h2d_bytes"] > 0
     assert backend.count("quantised") > 0
 
@@ -108,7 +110,7 @@ def test_a_trained_bias_gets_its_gradient(kind):
     with attached(managed):
         for block in managed:
             block.compile(backend=backend, fullgraph=True)
-        assert_models_agree(managed, resident, quantised.step_of(x))
+        assert_models_agree(managed, quantised.on_device(resident), quantised.step_of(x))
     assert backend.count("quantised") > 0
     assert managed[0].down.base.bias.grad is not None
 

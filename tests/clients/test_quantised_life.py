@@ -56,7 +56,7 @@ def test_every_tensor_is_managed_where_none_is_small(name, nothing_is_small):
         for module in managed.modules():
             for path, tensor in plain_tensors(module)[0].items():
                 assert id(tensor) in ours, f"{path} of {type(module).__name__}"
-        assert_models_agree(managed, resident, step)
+        assert_models_agree(managed, on_device(resident), step)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -68,7 +68,7 @@ def test_a_bias_beside_a_quantised_weight_trains(name):
                 parameter.requires_grad_()
     with attached(managed) as manager:
         assert len(quantised_layers(manager)) == 6
-        assert_models_agree(managed, resident, step)
+        assert_models_agree(managed, on_device(resident), step)
         assert managed[0].up.base.bias.grad.device.type == "cpu"
 
 
@@ -81,7 +81,7 @@ def test_a_weight_that_freeze_left_trainable_gets_the_residents_gradient(name):
                 parameter.requires_grad_()
     with attached(managed) as manager:
         assert len(quantised_layers(manager)) == 6
-        assert_models_agree(managed, resident, step)
+        assert_models_agree(managed, on_device(resident), step)
         assert managed[0].up.base.weight.grad is not None
 
 
@@ -93,8 +93,8 @@ def test_evaluation_and_sampling(name):
         if (
             "fp4" not in name and "nf4" not in name
         ):  # which the resident layer packs when it samples
-            assert_models_agree(managed, resident, step)
-        assert_models_agree(managed, resident, infer)
+            assert_models_agree(managed, on_device(resident), step)
+        assert_models_agree(managed, on_device(resident), infer)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -133,7 +133,7 @@ def test_a_layer_that_is_ignored_keeps_what_the_others_are_made_of(name):
     managed, resident = pair(name)
     with attached(managed, ignore_modules=["0.up.base"]) as manager:
         assert len(quantised_layers(manager)) == 5
-        assert_models_agree(managed, resident, step)
+        assert_models_agree(managed, on_device(resident), step)
 
 
 # Resident, bitsandbytes' int8 layers that share a weight compute nonsense after the first.
@@ -149,7 +149,7 @@ def test_a_weight_of_two_layers_lies_on_the_host_once(name):
         weights = [path for path in first.names if path.startswith("weight")]
         assert weights
         assert all(first.masters.addresses[p] == second.masters.addresses[p] for p in weights)
-        assert_models_agree(managed, resident, step)
+        assert_models_agree(managed, on_device(resident), step)
 
 
 def test_dynamic_activations_compute_forward_and_give_the_input_what_the_resident_gives(
@@ -160,8 +160,8 @@ def test_dynamic_activations_compute_forward_and_give_the_input_what_the_residen
     managed, resident = pair("dynamic")
     with attached(managed) as manager:
         assert len(quantised_layers(manager)) == 6
-        assert_models_agree(managed, resident, infer)
-        assert_models_agree(managed, resident, step)  # what flows past the layers
+        assert_models_agree(managed, on_device(resident), infer)
+        assert_models_agree(managed, on_device(resident), step)  # what flows past the layers
 
 
 class Foreign(torch.Tensor):
@@ -194,7 +194,7 @@ def test_plain_integers_are_lent_to_the_forward_that_knows_them(caplog, nothing_
     managed, resident = (nn.ModuleList([Integers(), Integers()]) for _ in range(2))
     with caplog.at_level(logging.WARNING, "oracle_offload"), attached(managed) as manager:
         assert manager.resident == {}
-        assert_models_agree(managed, resident, step)
+        assert_models_agree(managed, on_device(resident), step)
         assert managed.to(torch.float32)[0].weight.dtype is torch.int8
     assert not [text for text in caplog.messages if "no known format" in text]
 
@@ -279,7 +279,7 @@ def test_a_layer_that_is_replaced_by_a_plain_one_is_managed_as_such(name):
         for model in (managed, resident):
             model[1].up.base = plain_layer().to(sides.DEVICE)
         gc.collect()  # bitsandbytes' weights know their module
-        assert_models_agree(managed, resident, step)
+        assert_models_agree(managed, on_device(resident), step)
         assert_one_is_plain(manager)
 
 
@@ -296,7 +296,7 @@ def test_a_layer_whose_weight_is_replaced_by_a_plain_one_is_managed_as_such(name
         assert_same(step(managed), step(resident))
         for model in (managed, resident):
             model[1].up.base.weight = plain_layer().to(sides.DEVICE).weight
-        assert_models_agree(managed, resident, step)
+        assert_models_agree(managed, on_device(resident), step)
         assert_one_is_plain(manager)
 
 
