@@ -44,7 +44,6 @@
 #include "../base/os.h"
 #include "call.h"
 #include "copies.h"
-#include "disk.h"
 #include "feed.h"
 #include "fingerprint.h"
 #include "journal.h"
@@ -70,9 +69,7 @@ static size_t oo__master_bytes(const struct oo_member_tensor *tensor) {
 static uint64_t oo__read_master(const struct oo_engine *engine, const struct oo_unit *unit,
                                 const struct oo_member_tensor *tensor, enum oo_reading reading) {
     const size_t bytes = oo__master_bytes(tensor);
-    int in_memory = 1;
-    if (unit->on_disk && oo__on_disk(engine, tensor->host, bytes))
-        in_memory = oo__disk_written(tensor->host, bytes);
+    const int in_memory = unit->on_disk ? oo__in_memory(engine, tensor->host, bytes) : 1;
     return in_memory ? oo__fingerprint(tensor->host, bytes, reading) : 0;
 }
 

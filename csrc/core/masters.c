@@ -7,6 +7,7 @@
 #include "masters.h"
 #include "../base/os.h"
 #include "call.h"
+#include "disk.h"
 #include "feed.h"
 #include "ring.h"
 #include "uses.h"
@@ -24,9 +25,10 @@ const struct oo_known *oo__known_memory(const struct oo_engine *engine, const vo
     return NULL;
 }
 
-int oo__on_disk(const struct oo_engine *engine, const void *address, size_t bytes) {
+int oo__in_memory(const struct oo_engine *engine, const void *address, size_t bytes) {
     const struct oo_known *known = oo__known_memory(engine, address, bytes);
-    return known ? known->host->disk != NULL : 0;
+    const struct oo_disk *disk = known ? known->host->disk : NULL;
+    return disk ? oo__disk_written(address, bytes) : 1;
 }
 
 int oo__is_locked(const struct oo_known *memory, const void *address, size_t bytes) {

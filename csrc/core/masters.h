@@ -8,8 +8,9 @@
 /* The memory of which these bytes are part, NULL when the engine does not know it. */
 const struct oo_known *oo__known_memory(const struct oo_engine *engine, const void *address,
                                         size_t bytes);
-/* Whether these bytes are in a file, of which the memory is a mapping. */
-int oo__on_disk(const struct oo_engine *engine, const void *address, size_t bytes);
+/* Whether memory alone has these bytes: they are in no file, or code of this process has written
+ * them. */
+int oo__in_memory(const struct oo_engine *engine, const void *address, size_t bytes);
 /* Whether all these bytes, which are in the memory (NULL: in none), are page-locked. */
 int oo__is_locked(const struct oo_known *memory, const void *address, size_t bytes);
 
