@@ -108,6 +108,10 @@ NOTES: dict[str, dict[str, str]] = {
         "and none of the rates": (
             "`plan` takes measured rates by name: `link_gbps`, `memory_gbps`, `tflops`, `launch_s`."
         ),
+        "is neither True nor False": "`disk` is a switch; `ram_budget` says how much.",
+        "ram_budget='offloaded' is for weights that stay": (
+            "With `disk=True` what has no room stays in its file, and needs no place on the device."
+        ),
         "compress=… is none of": (
             '`compress` is `None`, `"lossless"` or `"auto"`; [lossless.md](lossless.md) says what '
             "they do."
@@ -313,6 +317,16 @@ NOTES: dict[str, dict[str, str]] = {
             "Give the folder that they are in, of a pipeline the folder of the transformer."
         ),
         "quantised weights are not trained": "Train a LoRA on top of them.",
+        "disk=True with train='full'": (
+            "Weights and optimizer states that change would be written at every step, and wear a "
+            "disk out: train adapters of a frozen model, or give the host room for what trains."
+        ),
+        "disk=True with quantize=": (
+            "A weight stays in its file as the file has it. Quantised ones take less memory: plan "
+            "them without the disk."
+        ),
+        "or more say something": "Name a larger file: a few reads say nothing of a disk.",
+        "ways need more": "Try fewer ways to read, shorter reads, or a larger file.",
         "the layers that can have a LoRA are called": (
             "`targets` are names of layers or their ends, as in peft's `target_modules`."
         ),
