@@ -13,7 +13,7 @@ by layer, by ``.to(device)``; `torch` does so with ``torch.load(mmap=True)``. On
 device that is a copy within the host's memory.
 
 Said of each: seconds of steps, bytes that were read from the disk (/proc/self/io), the most memory
-that the process had (getrusage) and what of it was no file's (/proc/self/status), what of the files
+that the process had and what of it was no file's in the end (/proc/self/status), what of the files
 the page cache has in the end (mincore), and whether losses and LoRA have the resident's bits. The
 exit code is 3 where bits differ, where ours has more memory than it was given and a GiB, or leaves
 its files in the page cache.
@@ -29,7 +29,6 @@ import inspect
 import json
 import mmap
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -221,7 +220,8 @@ def contend(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
         "first_step_s": seconds[0],
         "step_s": median(seconds[1:]),
         "step_read_bytes": median(b - a for a, b in pairwise(reads[1:])),
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        # Not getrusage's ru_maxrss: that begins with what the process had that started this one.
+        "peak_bytes": status_bytes("VmHWM"),
         "own_bytes": own,
         "cached_bytes": cached_bytes(file),
         "file_bytes": file.stat().st_size,

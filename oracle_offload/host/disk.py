@@ -1,7 +1,7 @@
 """How fast a disk reads: an existing large file, cold, by one thread and by several.
 
 Nothing is written. The page cache is passed by (O_DIRECT, FILE_FLAG_NO_BUFFERING) or, where a file
-system refuses that, with a request to drop what was read.
+system refuses that, asked to drop what was read.
 """
 
 from __future__ import annotations
