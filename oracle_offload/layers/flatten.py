@@ -57,7 +57,7 @@ def are_codes(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _may_hold(kind: type) -> bool:
+def _may_hold(kind: Any) -> bool:
     """Whether objects of a class may be a library's, made to keep tensors in."""
     return (
         kind.__dictoffset__ != 0
@@ -69,7 +69,8 @@ def _may_hold(kind: type) -> bool:
 
 def is_holder(value: Any, met: frozenset[int] = frozenset()) -> bool:
     """Whether an object of a library's own keeps tensors, or has an empty place for one."""
-    if not _may_hold(type(value)) or id(value) in met:
+    kind: Any = type(value)
+    if not _may_hold(kind) or id(value) in met:
         return False
     met |= {id(value)}
     return any(
