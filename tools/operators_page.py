@@ -1,6 +1,7 @@
-"""The table of docs/operators.md, from docs/operators.json: no figure there is typed.
+"""The tables of docs/operators.md, from docs/operators.json and docs/ways.json: none is typed.
 
 python benchmarks/run.py operators --output docs/operators.json   # measure
+python benchmarks/run.py ways --output docs/ways.json
 python tools/operators_page.py                                    # write the page again
 """
 
@@ -20,6 +21,16 @@ TABLE = re.compile(
     r"(<!-- operators: python tools/operators_page.py -->\n).*?(<!-- end of operators -->\n)",
     re.DOTALL,
 )
+RECORD_OF_WAYS = ROOT / "docs" / "ways.json"
+TABLE_OF_WAYS = re.compile(
+    r"(<!-- ways: python tools/operators_page.py -->\n).*?(<!-- end of ways -->\n)", re.DOTALL
+)
+WAYS_TO_COMPUTE = {
+    "resident": "torch's module",
+    "loan": "a call: the loan",
+    "handle": "a read: a handle",
+    "lent": "the same, lent",
+}
 LAYERS = {
     "linear_frozen": "`nn.Linear`, frozen",
     "linear_trained": "`nn.Linear`, trained",
@@ -30,6 +41,12 @@ WAYS = {
     "forward_without_grad": "forward, nothing recorded",
     "forward": "forward",
     "forward_backward": "forward and backward",
+}
+KINDS = {
+    "linear": "nn.Linear",
+    "conv1d": "nn.Conv1d",
+    "conv2d": "nn.Conv2d",
+    "conv3d": "nn.Conv3d",
 }
 COMPILED = {
     "compiled_module": "torch's module",
@@ -51,14 +68,28 @@ def table(record: Mapping[str, Any]) -> str:
     lines = _rows(found, COLUMNS)
     lines += ["", "The same modules, compiled by `torch.compile` (inductor):", ""]
     lines += _rows(found, COMPILED)
-    loads = sorted({row["load_count"] for row in rows})
+    return "\n".join([*lines, "", _where(record)]) + "\n"
+
+
+def table_of_ways(record: Mapping[str, Any]) -> str:
+    """Return the table of what each way to compute with a weight costs, and of it over the loan."""
+    head = " | ".join(WAYS_TO_COMPUTE.values())
+    lines = [f"| microseconds per use | {head} |", "| --- " * (len(WAYS_TO_COMPUTE) + 1) + "|"]
+    rows: Sequence[Mapping[str, Any]] = record["benchmarks"]
+    for row in rows:
+        kind, trained, what = row["name"].split("_", 2)
+        cells = [_cell(row, way, "loan") for way in WAYS_TO_COMPUTE]
+        lines.append(f"| `{KINDS[kind]}`, {trained}: {WAYS[what]} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _where(record)]) + "\n"
+
+
+def _where(record: Mapping[str, Any]) -> str:
+    loads = sorted({row["load_count"] for row in record["benchmarks"]})
     load = " to ".join(f"{count:g}" for count in dict.fromkeys((loads[0], loads[-1])))
-    lines += [
-        "",
+    return (
         f"torch {record['torch']}, {record['cpus_count']} processors, load average {load} "
-        f"meanwhile; {record['date'][:10]}.",
-    ]
-    return "\n".join(lines) + "\n"
+        f"meanwhile; {record['date'][:10]}."
+    )
 
 
 def _rows(found: Mapping[str, Mapping[str, Any]], columns: Mapping[str, str]) -> list[str]:
@@ -73,11 +104,11 @@ def _rows(found: Mapping[str, Mapping[str, Any]], columns: Mapping[str, str]) ->
     return lines
 
 
-def _cell(row: Mapping[str, Any], column: str) -> str:
+def _cell(row: Mapping[str, Any], column: str, over: str = "least") -> str:
     seconds = row.get(f"{column}_s")
     if seconds is None:
         return "-"
-    ratio = row.get(f"{column}_over_least_ratio")
+    ratio = row.get(f"{column}_over_{over}_ratio")
     return f"{1e6 * seconds:.1f}" + ("" if ratio is None else f" ({ratio:.2f})")
 
 
@@ -89,10 +120,21 @@ def page(text: str, record: Mapping[str, Any]) -> str:
     return found
 
 
+def page_with_ways(text: str, record: Mapping[str, Any]) -> str:
+    """Return the page with the table of ways written again."""
+    found, count = TABLE_OF_WAYS.subn(
+        lambda match: match[1] + table_of_ways(record) + match[2], text
+    )
+    if count != 1:
+        raise SystemExit(f"{PAGE} has {count} places for the table of ways")
+    return found
+
+
 def main() -> int:
-    """Write the page from the record."""
-    record = json.loads(RECORD.read_text(encoding="utf-8"))
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
+    """Write the page from the records."""
+    record, ways = (json.loads(p.read_text(encoding="utf-8")) for p in (RECORD, RECORD_OF_WAYS))
+    written = page_with_ways(page(PAGE.read_text(encoding="utf-8"), record), ways)
+    PAGE.write_text(written, encoding="utf-8")
     return 0
 
 

@@ -31,6 +31,16 @@ def test_the_page_is_what_was_measured() -> None:
     assert [row for row in recorded["benchmarks"] if "error" in row] == []
 
 
+def test_the_table_of_ways_is_what_was_measured() -> None:
+    written = page.PAGE.read_text("utf-8")
+    recorded = json.loads(page.RECORD_OF_WAYS.read_text("utf-8"))
+    assert page.page_with_ways(written, recorded) == written, "run: python tools/operators_page.py"
+    rows = {row["name"]: row for row in recorded["benchmarks"]}
+    assert {"linear", "conv2d"} <= {name.partition("_")[0] for name in rows} <= {*page.KINDS}
+    for row in rows.values():  # a call is never slower than the ways that know nothing
+        assert row["loan_s"] <= min(row["handle_s"], row["lent_s"])
+
+
 def test_each_layer_has_its_rows_and_what_was_not_measured_a_dash() -> None:
     lines = page.table(record(toolkit_s=3e-6, toolkit_over_least_ratio=1.5)).splitlines()
     assert len(lines) == (2 + 12) + 3 + (2 + 12) + 2
