@@ -108,10 +108,6 @@ NOTES: dict[str, dict[str, str]] = {
         "and none of the rates": (
             "`plan` takes measured rates by name: `link_gbps`, `memory_gbps`, `tflops`, `launch_s`."
         ),
-        "is neither True nor False": "`disk` is a switch; `ram_budget` says how much.",
-        "ram_budget='offloaded' is for weights that stay": (
-            "With `disk=True` what has no room stays in its file, and needs no place on the device."
-        ),
         "compress=… is none of": (
             '`compress` is `None`, `"lossless"` or `"auto"`; [lossless.md](lossless.md) says what '
             "they do."

@@ -11,7 +11,6 @@ memory too: as much of the ends stays on the device for good, and the arena is s
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from ..engine.geometry import tensor_bytes, unit_bytes
 from ..errors import OffloadError
-from ..host.mounts import mount_of
+from ..host.disk import remote_kind
 from ..host.sizes import KIB, format_size
 from . import masters
 from .budget import AUTO, Budget
@@ -203,10 +202,10 @@ def _refuse_trained(units: Sequence[Unit], limit: int) -> None:
 
 def _refuse_network(paths: Iterable[str]) -> None:
     for path in sorted(paths):
-        mount = mount_of(os.path.realpath(path))
-        if mount is not None and mount.is_network:
+        kind = remote_kind(path)
+        if kind:
             raise OffloadError(
-                f"disk=True: '{path}' is on a network mount ({mount.kind}), whose reads wait for "
+                f"disk=True: '{path}' is on a network mount ({kind}), whose reads wait for "
                 "another machine, and whose files change unseen: copy it to a local disk, and "
                 "name that in weights=."
             )
