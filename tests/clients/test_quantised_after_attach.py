@@ -19,7 +19,6 @@ from quantised import (
 )
 
 from oracle_offload.aitoolkit import MemoryManager
-from oracle_offload.engine import simulator
 from oracle_offload.model import masters
 
 # The libraries that quantise the layers of a model where they are.
@@ -53,11 +52,12 @@ def test_a_model_that_is_quantised_after_attach_streams_and_trains_to_the_reside
         for model in (managed, resident):
             model.zero_grad()
             quantise(model, name)
-        moved = simulator.stats().h2d_bytes
+        moved = manager.state.engine.stats()["h2d_bytes"]
         assert_models_agree(managed, resident, step)
         layers = quantised_layers(manager)
         assert len(layers) == 6, manager.resident
-        assert simulator.stats().h2d_bytes - moved >= sum(n for x in layers for _, n in x.extents())
+        moved = manager.state.engine.stats()["h2d_bytes"] - moved
+        assert moved >= sum(n for x in layers for _, n in x.extents())
         assert [layer.name for layer in manager.layers] == before
         assert not any("base" in key for key in manager.resident)
     assert type(managed[0].up.base) is type(resident[0].up.base)

@@ -21,7 +21,7 @@ from torchao import quantization as ao
 from transformers.integrations import finegrained_fp8, mxfp4, nvfp4
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from oracle_offload.layers.flatten import Copy, held_codes, plain_tensors
+from oracle_offload.layers.flatten import Copy, held_codes, plain_tensors, value_at
 from oracle_offload.model import selection
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
@@ -129,6 +129,9 @@ def pair_of(make):
         torch.manual_seed(0)
         with where:
             models.append(nn.ModuleList(Block(make) for _ in range(3)))
+    for one, other in zip(*map(nn.Module.modules, models), strict=True):
+        for path, tensor in plain_tensors(one)[0].items():  # a device may draw other numbers
+            value_at(other, path).detach().copy_(tensor)
     return models
 
 
