@@ -133,7 +133,7 @@ class _Readers(TorchDispatchMode):
     """Finds what was computed from the values of a tensor."""
 
     def __init__(self, source: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._found: dict[int, Any] = {}
         self._note(source)
 
@@ -146,7 +146,7 @@ class _Readers(TorchDispatchMode):
         where = tensor if isinstance(tensor, Handle) else tensor.untyped_storage()
         return id(where) in self._found
 
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}

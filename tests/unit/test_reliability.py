@@ -27,6 +27,8 @@ FIGURES = {
             "test_memory": {"allocations_failed": 12, "allocations_in_a_life": 34},
         }
     },
+    "sanitizers": {"programs": {"test_disk": {"cases": 8, "passed": 5000, "failed": 0}}},
+    "thread sanitizer": {"programs": {"test_feed": {"cases": 9, "passed": 9000, "failed": 0}}},
     "training faults": {
         "faults": [{"injected": 91, "of": 910, "what": "once", "calls_in_a_life": 55}]
     },
