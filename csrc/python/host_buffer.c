@@ -11,7 +11,7 @@ static PyObject *oo__buffer_new(PyTypeObject *type, PyObject *arguments, PyObjec
     unsigned long long nbytes, begin = 0;
     int node = -1, file = -1;
     const char *path = NULL;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O|iiOs", names, &argument, &node, &file,
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O|iiOz", names, &argument, &node, &file,
                                      &first, &path) ||
         oo__integer(argument, "HostBuffer", &parameter, &nbytes) < 0 ||
         (first && oo__integer(first, "HostBuffer", &offset, &begin) < 0))
