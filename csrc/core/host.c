@@ -74,7 +74,9 @@ enum oo_status oo_host_create_file(const char *path, int file, struct oo_host **
     enum oo_status status;
     *out = NULL;
     OO_TRY(oo__disk_open(path, file, &disk));
-    OO_TRY(oo__host_record((size_t)disk->state.size, out));
+    status = oo__host_record((size_t)disk->state.size, out);
+    if (!*out)
+        goto done;
     if (!oo__host_take(out, oo__file_map(disk->buffered, (*out)->bytes))) {
         status = oo__fail(OO_E_FILE, "'%s' cannot be mapped: %s", path, strerror(errno));
         goto done;

@@ -128,11 +128,15 @@ def pair_of(make):
     for where in (torch.device("cpu"), sides.default_device()):
         torch.manual_seed(0)
         with where:
-            models.append(nn.ModuleList(Block(make) for _ in range(3)))
+            models.append(make())
     for one, other in zip(*map(nn.Module.modules, models), strict=True):
         for path, tensor in plain_tensors(one)[0].items():  # a device may draw other numbers
             value_at(other, path).detach().copy_(tensor)
     return models
+
+
+def blocks_of(make):
+    return lambda: nn.ModuleList(Block(make) for _ in range(3))
 
 
 def test_the_stand_in_takes_what_the_kernel_takes():
@@ -155,7 +159,7 @@ def test_a_copy_takes_a_tensor_that_came_after_attach_as_it_is():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_modules_of_plain_quantised_tensors(name, mode):
-    managed, resident = pair_of(LAYERS[name])
+    managed, resident = pair_of(blocks_of(LAYERS[name]))
     x = torch.randn(2, 5, WIDTH)
 
     with attached(managed) as manager:
@@ -170,7 +174,7 @@ EXPERT_TENSORS = {"gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_p
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fp8_experts_are_lent_to_their_forward(mode, nothing_is_small):
-    managed, resident = pair_of(lambda: Routed(experts("fp8")))
+    managed, resident = pair_of(blocks_of(lambda: Routed(experts("fp8"))))
     x = torch.randn(2, 5, WIDTH)
     with attached(managed) as manager:
         assert manager.resident == {}
@@ -180,7 +184,7 @@ def test_fp8_experts_are_lent_to_their_forward(mode, nothing_is_small):
 
 
 def test_experts_of_packed_integers_are_lent_to_their_forward(nothing_is_small):
-    managed, resident = pair_of(lambda: Routed(experts("fp4")))
+    managed, resident = pair_of(blocks_of(lambda: Routed(experts("fp4"))))
     x = torch.randn(2, 5, WIDTH)
 
     def infer(model):
@@ -221,7 +225,7 @@ class Mxfp4(nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_mxfp4_experts_are_lent_what_the_objects_of_their_kernel_hold(mode, nothing_is_small):
-    managed, resident = pair_of(Mxfp4)
+    managed, resident = pair_of(blocks_of(Mxfp4))
     x = torch.randn(2, 5, WIDTH)
     experts = managed[0].base.mlp.experts
     held = held_codes(experts)
@@ -237,7 +241,7 @@ def test_mxfp4_experts_are_lent_what_the_objects_of_their_kernel_hold(mode, noth
         assert_models_agree(managed, resident, step_of(x, mode))
         now = held_codes(experts)
         assert all(now[path] is tensor for path, tensor in held.items())
-    assert_same(step_of(x, mode)(managed), step_of(x, mode)(pair_of(Mxfp4)[0]))
+    assert_same(step_of(x, mode)(managed), step_of(x, mode)(pair_of(blocks_of(Mxfp4))[0]))
 
 
 def test_what_a_kernels_objects_hold_is_lent_though_it_is_small_and_said_why_where_it_is_not():
@@ -258,14 +262,12 @@ def test_what_a_kernels_objects_hold_is_lent_though_it_is_small_and_said_why_whe
 
 
 def test_weights_that_two_blocks_share_lie_on_the_host_once(nothing_is_small):
-    models = []
-    for where in (torch.device("cpu"), sides.default_device()):
-        torch.manual_seed(0)
-        with where:
-            blocks = nn.ModuleList(Mxfp4() for _ in range(2))
+    def make():
+        blocks = nn.ModuleList(Mxfp4() for _ in range(2))
         blocks[1].mlp.experts.down_proj.storage = blocks[0].mlp.experts.down_proj.storage
-        models.append(blocks)
-    managed, resident = models
+        return blocks
+
+    managed, resident = pair_of(make)
     with attached(managed) as manager:
         first, second = (layer for layer in manager.layers if layer.name.endswith("experts"))
         path = "down_proj.storage.data"

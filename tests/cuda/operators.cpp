@@ -428,9 +428,15 @@ const std::set<std::string> without_kernel = {"empty.memory_format",
                                               "_pin_memory",
                                               "_efficientzerotensor",
                                               "as_strided_"};
-// Made of other operators for a card, of cuDNN's above all: the CPU's as a whole.
-const std::set<std::string> as_a_whole = {"_convolution", "convolution", "convolution_backward",
-                                          "convolution_overrideable"};
+// Made of other operators for a card, of cuDNN's above all, or one for every device that launches a
+// kernel of its own: the CPU's as a whole.
+const std::set<std::string> as_a_whole = {"_convolution",
+                                          "convolution",
+                                          "convolution_backward",
+                                          "convolution_overrideable",
+                                          "ldexp.Tensor",
+                                          "ldexp.out",
+                                          "ldexp_"};
 
 bool is_view(const c10::FunctionSchema &schema) {
     for (const auto &value : schema.returns())
