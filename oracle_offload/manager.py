@@ -35,10 +35,10 @@ from .errors import OffloadError
 from .host.sizes import format_size, parse_size
 from .host.terminal import printable
 from .layers.any import find_wrappers, wrap
+from .layers.formats import unknown_format
 from .layers.handle import make_put_off
 from .layers.leaf import Leaf
 from .layers.loan import Borrower
-from .layers.quantised import unknown_codes
 from .model import admission, answers, masters, on_disk, other_libraries, selection
 from .model.answers import Answers
 from .model.attachment import Attachment, close_leftovers
@@ -752,7 +752,7 @@ def _watch(manager: MemoryManager, placed: _Placed, order: OrderFile | None) -> 
     other_libraries.bring_together()
     manager.structure.watch()
     logger.info("attached %r; %d parameters stay resident", manager, len(manager.resident))
-    _warn_of_unknown_codes(module, attachment.name)
+    _warn_of_unknown_formats(module, attachment.name)
     _warn_of_residents(manager, placed.kept)
     if order is not None:
         attachment.order = order
@@ -768,11 +768,11 @@ def _home_of(units: Iterable[Unit]) -> torch.device:
     )
 
 
-def _warn_of_unknown_codes(module: nn.Module, name: str) -> None:
-    """Say which quantised weights stay on the device because no module is known to use them."""
+def _warn_of_unknown_formats(module: nn.Module, name: str) -> None:
+    """Say which quantised weights stay on the device because nothing is known of their class."""
     found: dict[str, int] = {}
     for _, inner, _, parameter in unmanaged_parameters(module):
-        what = unknown_codes(inner, parameter)
+        what = unknown_format(inner, parameter)
         if what:
             found[what] = found.get(what, 0) + stored_bytes(parameter)
     if found:

@@ -84,10 +84,6 @@ NOTES: dict[str, dict[str, str]] = {
             "Weights on disk are read as the file has them. Quantise once, save that, and plan for "
             "the quantised file."
         ),
-        "was compiled as one whose gradient depends on the weight alone": (
-            "Compiled code keeps what it was built to keep. The layer's own code reads the input "
-            "in its gradient for this dtype: leave that layer resident, or call it in eager mode."
-        ),
         "is not a number in [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
         "is outside [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
         "set_budget() needs a budget=": (

@@ -61,7 +61,7 @@ class Places(Mapping[str, Any]):
     module : nn.Module
         That the names begin at.
     names : sequence of str
-        Of the Parameters, and of tensors in objects that a module keeps (`flatten.held_codes`).
+        Of the Parameters, and of tensors in objects that a module keeps (`formats.held_tensors`).
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:

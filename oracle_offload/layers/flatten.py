@@ -8,11 +8,8 @@ bytes, without a copy of any.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator, Mapping
-from enum import Enum
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,8 +18,6 @@ from torch import Tensor, nn
 from ..engine.geometry import memory_of, tensor_bytes
 
 _PLAIN = (Tensor, nn.Parameter)
-_NO_CODES = torch.bool, torch.int64, torch.uint64  # masks, and numbers of rows
-_OTHER_OWNERS = "builtins", "torch", __name__.partition(".")[0]  # of objects that are no library's
 
 
 def is_wrapper(value: Any) -> bool:
@@ -44,45 +39,14 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     return dict(vars(owner))
 
 
-def are_codes(tensor: Tensor) -> bool:
-    """Whether what a tensor holds are no numbers to compute with, but codes of such.
-
-    A tensor that is made of others is; torch's own is not, such as one spread over several cards.
-    """
-    if is_wrapper(tensor):
-        return not class_name(type(tensor)).startswith("torch.")
-    if tensor.is_floating_point():
-        return tensor.element_size() == 1 and tensor.dim() > 1
-    return not tensor.is_complex() and tensor.dtype not in _NO_CODES and tensor.dim() > 1
+def _holds_tensors(value: Any, holders: frozenset[str]) -> bool:
+    return isinstance(value, Tensor) or class_name(type(value)) in holders
 
 
-@functools.cache
-def _may_hold(kind: Any) -> bool:
-    """Whether objects of a class may be a library's, made to keep tensors in."""
-    return (
-        kind.__dictoffset__ != 0
-        and not any("__call__" in vars(base) for base in kind.__mro__)  # as modules have
-        and not issubclass(kind, Tensor | Enum | ModuleType)
-        and kind.__module__.partition(".")[0] not in _OTHER_OWNERS
-    )
-
-
-def is_holder(value: Any, met: frozenset[int] = frozenset()) -> bool:
-    """Whether an object of a library's own keeps tensors, or has an empty place for one."""
-    kind: Any = type(value)
-    if not _may_hold(kind) or id(value) in met:
-        return False
-    met |= {id(value)}
-    return any(
-        one is None or isinstance(one, Tensor) or is_holder(one, met)
-        for one in vars(value).values()
-    )
-
-
-def _walk(owner: Any, path: str, met: set[int]) -> Iterator[Any]:
+def _walk(owner: Any, path: str, holders: frozenset[str], met: set[int]) -> Iterator[Any]:
     """Yield ``(path, tensor)`` of the tensors below `owner` that hold bytes, each object once."""
     for name, value in attributes_of(owner).items():
-        if id(value) in met or not (isinstance(value, Tensor) or is_holder(value)):
+        if not _holds_tensors(value, holders) or id(value) in met:
             continue
         met.add(id(value))
         below = f"{path}{name}"
@@ -90,16 +54,20 @@ def _walk(owner: Any, path: str, met: set[int]) -> Iterator[Any]:
             yield below, value
             if type(value) in _PLAIN:
                 continue
-        yield from _walk(value, f"{below}.", met)
+        yield from _walk(value, f"{below}.", holders, met)
 
 
-def plain_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
+def plain_tensors(
+    module: nn.Module, holders: frozenset[str] = frozenset()
+) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
     """Return the tensors of a module that hold bytes, by path, and others over the same bytes.
 
     Parameters
     ----------
     module : nn.Module
         Without children.
+    holders : frozenset of str
+        Full names of the classes of objects that hold tensors.
 
     Returns
     -------
@@ -110,7 +78,7 @@ def plain_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[
     found: dict[str, Tensor] = {}
     same: dict[str, list[Tensor]] = {}
     paths: dict[Any, str] = {}
-    for path, tensor in _walk(module, "", set()):
+    for path, tensor in _walk(module, "", holders, set()):
         if not tensor.numel():
             continue
         where = memory_of(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
@@ -120,25 +88,6 @@ def plain_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[
         else:
             same.setdefault(first, []).append(tensor)
     return found, same
-
-
-def held_codes(module: nn.Module) -> dict[str, Tensor]:
-    """Return the codes that a module keeps in objects, such as those of its kernel, by path.
-
-    They are no Parameters and no buffers; the module's own forward computes with them.
-    """
-    if module._modules:
-        return {}
-    found = plain_tensors(module)[0].items()
-    return {
-        path: tensor
-        for path, tensor in found
-        if type(tensor) is Tensor and are_codes(tensor) and is_holder(_owner_of(module, path))
-    }
-
-
-def _owner_of(module: nn.Module, path: str) -> Any:
-    return value_at(module, path.rpartition(".")[0])
 
 
 def value_at(module: nn.Module, path: str) -> Any:
@@ -158,12 +107,13 @@ def value_at(module: nn.Module, path: str) -> Any:
     return value
 
 
-def copy_tables(module: nn.Module, most_bytes: int) -> None:
+def copy_tables(module: nn.Module, holders: frozenset[str], most_bytes: int) -> None:
     """Give each object that holds tensors copies of its own of the small ones."""
-    for path, tensor in plain_tensors(module)[0].items():
-        owner = _owner_of(module, path)
-        if is_holder(owner) and tensor_bytes(tensor) <= most_bytes:
-            setattr(owner, path.rpartition(".")[2], tensor.detach().clone())
+    for path, tensor in plain_tensors(module, holders)[0].items():
+        above, _, name = path.rpartition(".")
+        owner = value_at(module, above)
+        if class_name(type(owner)) in holders and tensor_bytes(tensor) <= most_bytes:
+            setattr(owner, name, tensor.detach().clone())
 
 
 class Places:
@@ -190,12 +140,20 @@ class Copy:
     ----------
     replaced : dict
         By `id` of each tensor that holds bytes: the one that takes its place.
+    holders : frozenset of str
+        See `plain_tensors`.
     wrappers : dict
         By `id` of each original that is made of tensors: the one that was made of it.
     """
 
-    def __init__(self, replaced: Mapping[int, Tensor], wrappers: dict[int, Tensor]) -> None:
+    def __init__(
+        self,
+        replaced: Mapping[int, Tensor],
+        holders: frozenset[str],
+        wrappers: dict[int, Tensor],
+    ) -> None:
         self._replaced = replaced
+        self._holders = holders
         self._wrappers = wrappers
         self._device = next((tensor.device for tensor in replaced.values()), None)
         self._made: dict[int, Any] = {}
@@ -212,7 +170,7 @@ class Copy:
 
     def of(self, value: Any) -> Any:
         """Return what takes the place of `value`; itself where it holds no tensor."""
-        if not (isinstance(value, Tensor) or is_holder(value)):
+        if not _holds_tensors(value, self._holders):
             return value
         if id(value) not in self._made:
             make = self._object if not isinstance(value, Tensor) else self._tensor

@@ -451,16 +451,11 @@ def lent(layer: Borrower, tensors: Tensors) -> AbstractContextManager[object]:
     )
 
 
-def putting_off_nothing() -> AbstractContextManager[object]:
-    """Compute at once whatever is computed with handles, for a ``with`` block."""
-    ends = functools.partial(setattr, _thread, "ends")
-    return Taken(functools.partial(ends, True), functools.partial(ends, False))
-
-
 def with_memory(value: Any) -> Any:
     """Return the result of a forward, of which nothing is put off any more."""
     if isinstance(value, Handle):
-        with putting_off_nothing():
+        ends = functools.partial(setattr, _thread, "ends")
+        with Taken(functools.partial(ends, True), functools.partial(ends, False)):
             return value.clone()
     if type(value) in (list, tuple):
         return type(value)(map(with_memory, value))
@@ -712,7 +707,7 @@ def _run(
         return value
 
     result = run_in_mode(func, _each(real, args), _each_of(real, kwargs))
-    memory = {_memory_of(t) for ts in slots.values() for t in ts if t is not None}
+    memory = {t.untyped_storage().data_ptr() for ts in slots.values() for t in ts if t is not None}
     return _apart(result, memory, given or {})
 
 
@@ -737,20 +732,12 @@ def _evaluated(value: Any, tensors: Tensors, made: dict[int, Any]) -> Any:
     return found
 
 
-def _memory_of(tensor: Tensor) -> int:
-    storage = tensor.untyped_storage()
-    try:
-        return storage.data_ptr()
-    except RuntimeError:  # a tensor without values has none
-        return id(storage)
-
-
 def _apart(result: Any, memory: set[int], given: dict[int, Handle]) -> Any:
     """Return a result that outlives the loan: what is in a slot is copied."""
     if type(result) is Tensor:
         if id(result) in given:
             return given[id(result)]
-        is_lent = result.layout is torch.strided and _memory_of(result) in memory
+        is_lent = result.layout is torch.strided and result.untyped_storage().data_ptr() in memory
         return result.clone() if is_lent else result
     if type(result) in (list, tuple):
         return type(result)(_apart(one, memory, given) for one in result)

@@ -7,9 +7,10 @@ from torch import nn
 
 from .conv import Conv1dLayer, Conv2dLayer, Conv3dLayer
 from .embedding import EmbeddingLayer
+from .formats import format_of
 from .linear import LinearLayer
 from .loan import Layer
-from .quantised import QuantisedLayer, is_quantised
+from .quantised import QuantisedLayer
 from .swap import unanswered
 
 KINDS: list[type[Layer]] = [
@@ -25,7 +26,7 @@ def layer_type(module: nn.Module) -> type[Layer] | None:
     """Return how a module of this class is managed; None where it is not."""
     if isinstance(module, torch.jit.ScriptModule):
         return None  # compiled: its class has no forward
-    if is_quantised(module):
+    if format_of(module) is not None:
         return QuantisedLayer
     found = next((kind for kind in KINDS if kind.computes(type(module))), None)
     if found is None or type(module).forward is found.base_forward:

@@ -10,50 +10,25 @@ operator gets the slot's tensors, and runs once more in backward, where torch re
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..engine.exemption import exempt
 from ..engine.geometry import is_dense, tensor_bytes
-from ..engine.operators import (
-    autocast_reaches_kernels,
-    note_autocast,
-    tensors_in,
-)
+from ..engine.operators import autocast_reaches_kernels, note_autocast
 from ..errors import OffloadError
 from . import traced
 from .autocast import cast_dtype, computing_in, saving
-from .flatten import (
-    Copy,
-    Places,
-    are_codes,
-    class_name,
-    copy_tables,
-    is_wrapper,
-    plain_tensors,
-    value_at,
-)
+from .flatten import Copy, Places, copy_tables, is_wrapper, plain_tensors, value_at
+from .formats import Format, format_of
 from .gradients import landing, note_trainable
-from .handle import (
-    Handle,
-    WantsMemory,
-    WasWritten,
-    handles_of,
-    lent,
-    putting_off_nothing,
-    trained,
-    with_memory,
-)
+from .handle import WantsMemory, WasWritten, handles_of, lent, trained, with_memory
 from .leaf import Masters, Structure, Tensors, version_of
 from .loan import Cast, Needs, forward_kind, node_of
 from .managed import is_managed
@@ -61,7 +36,6 @@ from .swap import base_class, untraced
 from .traced import Traced, computed_weight_error
 
 _LARGEST_TABLE = 4096  # bytes
-_SETTINGS = bool, int, float, str, torch.dtype, type(None)
 _graph_task = torch._C._current_graph_task_id
 _autograd: Any = torch._C._autograd
 _hooks_allowed = _autograd._saved_tensors_hooks_is_enabled
@@ -83,79 +57,9 @@ def _as_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _unnoted() -> AbstractContextManager[Any]:
-    """Let no hook on saved tensors, such as a checkpoint's, see what is saved."""
-    return saving(_as_is, _as_is) if _hooks_allowed() else contextlib.nullcontext()
-
-
-def _look_of(module: Any, layout: Mapping[str, Any]) -> str:
-    """Return what is the same of layers that one compiled block may serve."""
-    own = (*module._parameters.values(), *module._buffers.values())
-    meta = [(class_name(type(t)), t.__tensor_flatten__()[1]) for t in own if is_wrapper(t)]
-    made_by = [class_name(type(value)) for value in module.__dict__.values()]
-    look = f"{class_name(base_class(module))}: {layout}, {meta}, {made_by}"
-    return re.sub(" at 0x[0-9a-f]+", "", look)
-
-
-def is_quantised(module: nn.Module) -> bool:
-    """Whether a module computes with codes, one input at a time, by a forward that knows them.
-
-    torch's own forwards know tensors of a class that says how to compute with it, and no others.
-    """
-    if module._modules or isinstance(module, torch.jit.ScriptModule):
-        return False
-    forward: Any = base_class(module).forward
-    own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-    if getattr(forward, "__module__", "").partition(".")[0] == "torch":
-        own = [t for t in own if type(t) not in (Tensor, nn.Parameter, nn.Buffer)]
-    return any(map(are_codes, own)) and _takes_one_input(forward)
-
-
-def unknown_codes(module: nn.Module, parameter: Tensor) -> str:
-    """Return what a parameter is that no module computes with as codes; empty for any other."""
-    plain = type(parameter) in (nn.Parameter, Tensor)  # the latter in loaded TorchScript
-    numbers = plain and parameter.is_floating_point() and parameter.element_size() > 1
-    if numbers or is_quantised(module):
-        return ""
-    what = f"{parameter.dtype}" if plain else class_name(type(parameter))
-    return f"{what} in {class_name(base_class(module))}"
-
-
-@functools.cache
-def _takes_one_input(forward: Any) -> bool:
-    with contextlib.suppress(ValueError, TypeError):  # it does not say
-        kinds = [p.kind for p in inspect.signature(forward).parameters.values()]
-        return kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2
-    return False
-
-
-class _Readers(TorchDispatchMode):
-    """Finds what was computed from the values of a tensor."""
-
-    def __init__(self, source: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._found: dict[int, Any] = {}
-        self._note(source)
-
-    def _note(self, tensor: Tensor) -> None:
-        where = tensor if isinstance(tensor, Handle) else tensor.untyped_storage()
-        self._found[id(where)] = where  # an address is its own as long as the object lives
-
-    def has(self, tensor: Tensor) -> bool:
-        """Whether the tensor was computed from the values."""
-        where = tensor if isinstance(tensor, Handle) else tensor.untyped_storage()
-        return id(where) in self._found
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        made = func(*args, **kwargs)
-        given = [*tensors_in([*args, *kwargs.values()])]
-        if any(map(self.has, given)):
-            for tensor in (*tensors_in(made), *(given if func._schema.is_mutable else ())):
-                self._note(tensor)
-        return made
+def _format_of(module: nn.Module) -> Format:
+    """Return the format of a module that is known to be quantised."""
+    return cast("Format", format_of(module))
 
 
 class Slot(tuple[Any, ...]):
@@ -165,15 +69,14 @@ class Slot(tuple[Any, ...]):
 
 
 class QuantisedLayer(Traced):
-    """A managed module with one input that computes with codes; see `is_quantised`."""
+    """A managed module with one input whose weights are of a known `Format`."""
 
     node = node_of("ManagedQuantised")
     operator = staticmethod(traced.quantised)
     was_tried = False  # it is known what its code asks of its weights
 
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
-        self.casts: dict[str, torch.dtype] = {}  # of parameters, by the library's forward
-        self._rehearsed: dict[tuple[torch.dtype, Cast], tuple[torch.dtype, bool]] = {}
+        self.format = _format_of(module)
         self.names = tuple(self.named_tensors(module))
         self.required = tuple({path.partition(".")[0]: None for path in self.names})
         # What the input's gradient asks for: of plain parameters, the bias alone is not.
@@ -188,12 +91,12 @@ class QuantisedLayer(Traced):
     @classmethod
     def named_tensors(cls, module: nn.Module) -> dict[str, Tensor]:
         """Return the tensors that hold the bytes, by path."""
-        return plain_tensors(module)[0]
+        return plain_tensors(module, _format_of(module).holders)[0]
 
     @classmethod
     def aliases(cls, module: nn.Module) -> dict[int, list[Tensor]]:
         """Return the tensors over the bytes of one of `named_tensors`, by the `id` of that one."""
-        tensors, same = plain_tensors(module)
+        tensors, same = plain_tensors(module, _format_of(module).holders)
         return {id(tensors[path]): others for path, others in same.items()}
 
     @classmethod
@@ -209,7 +112,7 @@ class QuantisedLayer(Traced):
     @classmethod
     def prepare(cls, module: nn.Module) -> None:
         """Give the module copies of small tables: a library may share them among all its layers."""
-        copy_tables(module, _LARGEST_TABLE)
+        copy_tables(module, _format_of(module).holders, _LARGEST_TABLE)
         for parameter in module._parameters.values():
             # bitsandbytes' way from the weight to its module, used until it is quantised: the
             # masters would keep a module alive that is replaced.
@@ -223,7 +126,7 @@ class QuantisedLayer(Traced):
     def has_plain_masters(self) -> bool:
         """Whether what is there now is quantised like what was there at attach."""
         module = self.module()
-        if module is None or not is_quantised(module):
+        if module is None or format_of(module) is not self.format:
             return False
         found = self.named_tensors(module)
         return tuple(found) == self.names and all(
@@ -237,7 +140,9 @@ class QuantisedLayer(Traced):
             return "it was deleted"
         if not is_managed(module):
             return f"its class was replaced after attach, by {type(module).__name__}"
-        if not is_quantised(module) or {*self.named_tensors(module)} != {*self.names}:
+        if format_of(module) is not self.format or set(self.named_tensors(module)) != set(
+            self.names
+        ):
             return "its quantised weights were replaced after attach by others"
         return ""
 
@@ -246,7 +151,7 @@ class QuantisedLayer(Traced):
 
         A tensor that is made of others records its device once, when it is made.
         """
-        copy = Copy(self._own(), {})
+        copy = Copy(self._own(), self.format.holders, {})
         for key, parameter in module._parameters.items():
             if is_wrapper(parameter) and parameter is not None and parameter.device.type != "cpu":
                 home = nn.Parameter(copy.of(parameter), requires_grad=parameter.requires_grad)
@@ -269,7 +174,7 @@ class QuantisedLayer(Traced):
         self.clock = _clock_of(self.masters.present[0])
         layout = dict(zip(self.names, self.masters.layout, strict=True))
         layout.pop("bias", None)  # a library may cast it, to the dtype of the input
-        self.look = _look_of(self.module(), layout)
+        self.look = f"{self.format.name}: {layout}"
 
     def unplaced(self) -> None:
         """Be a leaf no more; what computed with it, and is alive, must not hold its module back."""
@@ -289,64 +194,29 @@ class QuantisedLayer(Traced):
             x = x.to(self.state.device)
         autocast = cast_dtype(self.device_type)
         result = self.result_of(self.look, x.dtype, autocast)
-        reads = self.reads_input(self.look, x.dtype, autocast)
+        reads = self.format.reads_input
         return self.operate(module, x, None, features, result, x.dtype, autocast, reads)
 
     @_constant
     def result_of(self, look: str, dtype: torch.dtype, autocast: Cast) -> torch.dtype:
-        """Return the dtype of what such a layer makes of such an input.
+        """Return the dtype of what such a layer makes of such an input, once it is settled.
 
-        Where the library's code cannot run without values, the input's dtype is likely, and
-        `as_told` sees to it.
+        The library's code runs over tensors that hold nothing. Where it cannot, the input's dtype
+        is likely, and `as_told` sees to it.
         """
-        return self.rehearse(dtype, autocast)[0]
-
-    @_constant
-    def reads_input(self, look: str, dtype: torch.dtype, autocast: Cast) -> bool:
-        """Return whether the gradient of such an input depends on its values, which are kept then.
-
-        So are they where the library's code cannot run without values.
-        """
-        return self.rehearse(dtype, autocast)[1]
-
-    def rehearse(self, dtype: torch.dtype, autocast: Cast) -> tuple[torch.dtype, bool]:
-        """Run the library's code, forward and backward, over tensors that hold nothing."""
-        key = dtype, autocast
-        if key not in self._rehearsed:
-            found = [dtype, True]
-            with contextlib.suppress(Exception):
-                self._rehearse(dtype, autocast, found)
-            self.settle()
-            self._rehearsed[key] = cast("Any", tuple(found))
-        return self._rehearsed[key]
-
-    def _rehearse(self, dtype: torch.dtype, autocast: Cast, found: list[Any]) -> None:
-        device, features = self.state.device, getattr(self.module(), "in_features", 1)
-        self._copy_of_handles(self.module())  # which is kept: of tensors that hold something
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        fake._allow_unsafe_data_ptr_access = False  # what asks for an address ends here
-        with torch.inference_mode(False), fake, computing_in(self.device_type, autocast):
-            x = torch.empty((2, features), dtype=dtype, device=device, requires_grad=True)
+        module: Any = self.module()
+        device, features = self.state.device, getattr(module, "in_features", 1)
+        if self.format.settle is not None:
+            self.format.settle(module, torch.empty((2, features), dtype=dtype, device="meta"))
+        with FakeTensorMode(), torch.no_grad(), computing_in(self.device_type, autocast):
+            x = torch.empty((2, features), dtype=dtype, device=device)
             tensors = [
                 t if t is None else torch.empty_strided(t[1], t[2], dtype=t[0], device=device)
                 for t in self.masters.layout
             ]
-            readers = _Readers(x)
-            with (
-                lent(self, tuple(tensors)),
-                autocast_reaches_kernels(),
-                torch.enable_grad(),
-                _unnoted(),
-            ):
-                with readers:
-                    y = self._run_twice(x)
-                    if y is None:
-                        y = self.base_call(self.module(), x, tuple(tensors))
-                found[0] = y.dtype
-                grad = torch.empty(y.shape, dtype=y.dtype, device=device)
-                with readers, putting_off_nothing():
-                    (gx,) = torch.autograd.grad(y, x, grad, allow_unused=True)
-                found[1] = gx is not None and readers.has(gx)
+            with contextlib.suppress(Exception):
+                return self.base_call(module, x, tuple(tensors)).dtype
+        return dtype
 
     def given(self, module: Any) -> tuple[Any, Any]:
         """Return a tensor that tells of writes to the weight, and the bias."""
@@ -365,13 +235,7 @@ class QuantisedLayer(Traced):
 
     def as_told(self, y: Tensor, *arguments: Any) -> Tensor:
         """Return a result as a compiler expects it."""
-        features, dtype, given, autocast, reads = arguments
-        if not reads and self.rehearse(given, autocast)[1]:
-            raise OffloadError(
-                f"managed layer '{self.name}' was compiled as one whose gradient depends on the "
-                "weight alone, and reads the input, too. Leave it resident with "
-                "ignore_modules=[...], or do not compile what calls it."
-            )
+        features, dtype, *_ = arguments
         if y.dtype is not dtype or y.shape[-1] != features:
             raise OffloadError(
                 f"managed layer '{self.name}' returns {y.shape[-1]} features of {y.dtype}, and not "
@@ -438,8 +302,9 @@ class QuantisedLayer(Traced):
             for tensor in alike
         }
         wrappers = getattr(tensors, "wrappers", {})
-        copy = Copy(cast("Any", replaced), {} if trains else wrappers)
-        made = copy.module(module, base_class(module))
+        made = Copy(cast("Any", replaced), self.format.holders, {} if trains else wrappers).module(
+            module, base_class(module)
+        )
         if trains:
             for key, own in module._parameters.items():
                 if own is not None and own.requires_grad:
@@ -450,7 +315,7 @@ class QuantisedLayer(Traced):
         """Return each master with the tensors over its bytes, which are looked for once."""
         masters, alike = self._alike
         if masters is not self.masters:
-            masters, same = self.masters, plain_tensors(module)[1]
+            masters, same = self.masters, plain_tensors(module, self.format.holders)[1]
             rows = zip(self.names, masters.tensors, strict=True)
             alike = [(tensor, *same.get(path, ())) for path, tensor in rows]
             self._alike = masters, alike
@@ -468,30 +333,7 @@ class QuantisedLayer(Traced):
         """Compute what the library does, with the given tensors."""
         made = self.copy(module, tensors)
         with autocast_reaches_kernels():
-            return self._forward_of(module, made, x)
-
-    def _forward_of(self, module: Any, made: Any, x: Tensor) -> Tensor:
-        """Run the library's forward on a copy of its module, and note what it changes for good."""
-        try:
             return cast("Tensor", base_class(module).forward(made, x))
-        finally:
-            own = module.__dict__
-            for key, value in made.__dict__.items():
-                if type(value) in _SETTINGS and value is not own.get(key, made):
-                    own[key] = value
-            for key, master in module._parameters.items():
-                cast_to = made._parameters[key]
-                if master is not None and cast_to.dtype is not master.dtype:
-                    self.casts[key] = cast_to.dtype
-
-    def settle(self) -> None:
-        """Cast the parameters that the library's forward has cast, as bitsandbytes does a bias."""
-        module: Any = self.module()
-        while self.casts:
-            key, dtype = self.casts.popitem()
-            with exempt(), torch.no_grad():
-                parameter = module._parameters[key]
-                parameter.data = parameter.data.to(dtype)
 
     def compute(self, x: Tensor, tensors: Tensors) -> Tensor:
         """Compute what the library does."""
@@ -503,9 +345,7 @@ class QuantisedLayer(Traced):
         device = self.device_type
         ctx.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         ctx.input = x.shape, x.stride(), x.dtype
-        ctx.keeps_input = (
-            any(t is not None for t in trained) or self.rehearse(x.dtype, cast_dtype(device))[1]
-        )
+        ctx.keeps_input = self.format.reads_input or any(t is not None for t in trained)
         if ctx.keeps_input:
             ctx.save_for_backward(x)
         # torch forbids in-place changes of a view that a custom function returns.
@@ -575,17 +415,9 @@ class QuantisedLayer(Traced):
         return cast("Tensor", value_at(made, key))
 
     def ready(self, x: Tensor) -> bool:
-        """Check everything a call depends on, once the library's code has what it wants of it.
-
-        A first call may change the module for good: to cast a bias after the layer was fetched
-        would fetch it twice.
-        """
-        dtype = x.dtype
-        for own in cast("Any", self.module())._parameters.values():
-            if own is not None and own.dtype is not dtype and own.is_floating_point():
-                self.rehearse(dtype, cast_dtype(self.device_type))
-                break
-        self.settle()
+        """Check everything a call depends on, once the library's notes are made."""
+        if self.format.settle is not None:
+            self.format.settle(self.module(), x)
         return super().ready(x)
 
     def call(self, x: Tensor) -> Tensor:
@@ -608,14 +440,14 @@ class QuantisedLayer(Traced):
             state.begin_forward()
         seconds = self.forward_seconds(x) if state.simulated else 0.0
         y = self.lend(forward_kind(task, True), task, seconds, None, lambda t: self._forward(x, t))
-        return self(x) if y is None else cast("Tensor", y)
+        return self.call(x) if y is None else cast("Tensor", y)
 
     def _forward(self, x: Tensor, tensors: Tensors) -> Tensor | None:
         """Run the library's forward; None where it is to run in another way from now on."""
         with lent(self, tensors), autocast_reaches_kernels():
             if not self.was_tried:
                 self._try(x)
-            if self.wants_memory or self.casts:
+            if self.wants_memory:
                 return None
             put_off = self.puts_off
             try:
@@ -625,8 +457,7 @@ class QuantisedLayer(Traced):
                     raise
                 return None
             # The code may have caught what says so, and have gone on in a way of its own.
-            again = self.wants_memory or self.casts or self.puts_off is not put_off
-            return None if again else y
+            return None if self.wants_memory or self.puts_off is not put_off else y
 
     def _try(self, x: Tensor) -> None:
         """Find out, before its first call, what the library's code asks of its weights.
@@ -636,27 +467,23 @@ class QuantisedLayer(Traced):
         device = self.state.device
         given = x.detach().requires_grad_(x.requires_grad)[...]  # autocast keeps casts of leaves
         generators = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(generators), _unnoted():
-            self._run_twice(given)
+        unnoted = saving(_as_is, _as_is) if _hooks_allowed() else contextlib.nullcontext()
+        with torch.random.fork_rng(generators), unnoted:
+            for _ in range(2):  # it may be found to write to what it makes, and then to do more
+                put_off = self.puts_off
+                try:
+                    self._run_on_handles(given)
+                except (WantsMemory, WasWritten):
+                    if not self.wants_memory and self.puts_off is put_off:
+                        raise
+                if self.wants_memory or self.puts_off is put_off:
+                    break
         self.was_tried = True
-
-    def _run_twice(self, x: Tensor) -> Tensor | None:
-        """Run the library's forward, and again where it is found to write to what it makes."""
-        for _ in range(2):
-            put_off, y = self.puts_off, None
-            try:
-                y = self._run_on_handles(x)
-            except (WantsMemory, WasWritten):
-                if not self.wants_memory and self.puts_off is put_off:
-                    raise
-            if self.wants_memory or self.puts_off is put_off:
-                break
-        return y
 
     def _run_on_handles(self, x: Tensor) -> Tensor:
         module: Any = self.module()
         made = self._copy_of_handles(module)
-        return cast("Tensor", with_memory(self._forward_of(module, made, x)))
+        return cast("Tensor", with_memory(base_class(module).forward(made, x)))
 
     def _copy_of_handles(self, module: Any) -> Any:
         """Return the module made again over handles; its trained parameters pass gradients on."""
@@ -695,12 +522,12 @@ class QuantisedLayer(Traced):
     def _brought(self, module: nn.Module) -> Any:
         """Return the module made again over copies on the device of what is there now."""
         with exempt():
-            found, same = plain_tensors(module)
+            found, same = plain_tensors(module, self.format.holders)
             replaced = {}
             for path, tensor in found.items():
                 copied = tensor.to(self.state.device, copy=tensor.device.type == "cpu")
                 replaced.update({id(t): copied for t in (tensor, *same.get(path, ()))})
             nbytes = sum(map(tensor_bytes, found.values()))
             self.attachment.traffic.note_computed(self.name, nbytes)
-            copy = Copy(cast("Any", replaced), {})
+            copy = Copy(cast("Any", replaced), self.format.holders, {})
             return copy.module(module, base_class(module))

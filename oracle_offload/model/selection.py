@@ -1,8 +1,8 @@
 """Which layers are managed, and in which units they travel.
 
 A leaf whose class computes with exactly the forward of one of `oracle_offload.layers.kinds` is
-managed with its own operator, if its tensors are plain floating parameters of its own; and one that
-computes with codes (`oracle_offload.layers.quantised`). Every other plain parameter is
+managed with its own operator, if its tensors are plain floating parameters of its own or quantised
+in a way that is known (`oracle_offload.layers.formats`). Every other plain floating parameter is
 lent to the forward that computes with it (`oracle_offload.layers.any`), unless it is small. What
 stays resident: small tensors, adapters, what is tied to a tensor that is not managed.
 
@@ -29,7 +29,7 @@ from ..engine.operators import tensors_in
 from ..errors import OffloadError
 from ..host.sizes import KIB, MIB, format_size
 from ..layers.any import AnyLayer, any_kind
-from ..layers.flatten import held_codes
+from ..layers.formats import held_tensors
 from ..layers.kinds import layer_type
 from ..layers.leaf import Leaf, unfit_tensor
 from ..layers.managed import HANDLE, casts_layerwise, is_managed
@@ -225,7 +225,7 @@ class _Lenders:
         """Return what can be lent, and add to `resident` why the rest cannot."""
         lent = []
         for name, module, stays in others:
-            own = {**module._parameters, **held_codes(module)}
+            own = {**module._parameters, **held_tensors(module)}
             lender, reason, why_lent = ("", stays, "") if stays else self._lender_of(name, module)
             for key, tensor in own.items():
                 if tensor is None:
@@ -476,7 +476,7 @@ def _drop_shared(
     operators = {leaf.name: leaf.kind for leaf in leaves if not leaf.kind.lends_to_code}
     for name, module in modules.items():
         kind = operators.get(name)
-        own = [*module._parameters.items(), *module._buffers.items(), *held_codes(module).items()]
+        own = [*module._parameters.items(), *module._buffers.items(), *held_tensors(module).items()]
         found = (
             [(key, part) for key, tensor in own for part in tensors_in(tensor)]
             if kind is None

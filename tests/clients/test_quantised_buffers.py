@@ -21,7 +21,8 @@ from torchao import quantization as ao
 from transformers.integrations import finegrained_fp8, mxfp4, nvfp4
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from oracle_offload.layers.flatten import Copy, held_codes, plain_tensors, value_at
+from oracle_offload.layers.flatten import Copy, plain_tensors, value_at
+from oracle_offload.layers.formats import format_of, held_tensors
 from oracle_offload.model import selection
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
@@ -130,9 +131,14 @@ def pair_of(make):
         with where:
             models.append(make())
     for one, other in zip(*map(nn.Module.modules, models), strict=True):
-        for path, tensor in plain_tensors(one)[0].items():  # a device may draw other numbers
+        for path, tensor in tensors_of(one).items():  # a device may draw other numbers
             value_at(other, path).detach().copy_(tensor)
     return models
+
+
+def tensors_of(module):
+    holders = frozenset() if (kind := format_of(module)) is None else kind.holders
+    return {**plain_tensors(module, holders)[0], **held_tensors(module)}
 
 
 def blocks_of(make):
@@ -151,7 +157,7 @@ def test_a_copy_takes_a_tensor_that_came_after_attach_as_it_is():
     layer = Int8Linear()
     replaced = {id(tensor): tensor.clone() for tensor in plain_tensors(layer)[0].values()}
     layer.late = torch.arange(1.0, 4.0)
-    made = Copy(replaced, {}).module(layer, Int8Linear)
+    made = Copy(replaced, frozenset(), {}).module(layer, Int8Linear)
     assert torch.equal(made.late, layer.late)
     assert made.weight.data_ptr() == replaced[id(layer.weight)].data_ptr()
 
@@ -228,7 +234,7 @@ def test_mxfp4_experts_are_lent_what_the_objects_of_their_kernel_hold(mode, noth
     managed, resident = pair_of(blocks_of(Mxfp4))
     x = torch.randn(2, 5, WIDTH)
     experts = managed[0].base.mlp.experts
-    held = held_codes(experts)
+    held = held_tensors(experts)
     assert len(held) == 4 and not {"gate_up_proj", "down_proj"} & {*experts._parameters}
     where = [tensor.data_ptr() for tensor in held.values()]
     with attached(managed) as manager:
@@ -239,14 +245,14 @@ def test_mxfp4_experts_are_lent_what_the_objects_of_their_kernel_hold(mode, noth
         assert {*map(id, held.values())} < {*map(id, lent[0].tensors())}
         assert all(t.data_ptr() not in where for t in held.values()), "they are no masters"
         assert_models_agree(managed, resident, step_of(x, mode))
-        now = held_codes(experts)
+        now = held_tensors(experts)
         assert all(now[path] is tensor for path, tensor in held.items())
     assert_same(step_of(x, mode)(managed), step_of(x, mode)(pair_of(blocks_of(Mxfp4))[0]))
 
 
 def test_what_a_kernels_objects_hold_is_lent_though_it_is_small_and_said_why_where_it_is_not():
     model = Mxfp4()
-    held = held_codes(model.mlp.experts)
+    held = held_tensors(model.mlp.experts)
     chosen = selection.choose(model)
     (leaf,) = chosen.leaves
     assert leaf.name == "mlp.experts" and set(leaf.kind.names) == set(held)
@@ -280,7 +286,7 @@ def test_of_objects_that_hold_no_plain_tensor_nothing_is_lent():
     experts = Mxfp4().mlp.experts
     experts.gate_up_proj.storage.data = nn.Parameter(experts.gate_up_proj.storage.data, False)
     del experts.down_proj.storage
-    assert set(held_codes(experts)) == {
+    assert set(held_tensors(experts)) == {
         f"{stack}_precision_config.weight_scale.storage.data"
         for stack in ("gate_up_proj", "down_proj")
     }

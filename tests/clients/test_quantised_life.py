@@ -11,24 +11,14 @@ import sides
 import torch
 from equality import assert_models_agree, assert_same, attached
 from models import compute_device
-from optimum import quanto
-from quantised import (
-    FORMATS,
-    MODES,
-    Block,
-    freeze,
-    model_of,
-    on_device,
-    quantised_layers,
-    step_of,
-    through,
-)
+from quantised import FORMATS, model_of, on_device, quantised_layers, step_of, through
 from torch import nn
 from torchao import quantization as ao
 
 from oracle_offload import StaleWeightsError
 from oracle_offload.layers import quantised as quantised_module
 from oracle_offload.layers.flatten import plain_tensors
+from oracle_offload.layers.formats import format_of
 from oracle_offload.layers.linear import LinearLayer
 from oracle_offload.model.selection import select
 
@@ -54,7 +44,8 @@ def test_every_tensor_is_managed_where_none_is_small(name, nothing_is_small):
         assert manager.resident == {}
         ours = {id(tensor) for layer in manager.layers for tensor in layer.tensors()}
         for module in managed.modules():
-            for path, tensor in plain_tensors(module)[0].items():
+            holders = frozenset() if (kind := format_of(module)) is None else kind.holders
+            for path, tensor in plain_tensors(module, holders)[0].items():
                 assert id(tensor) in ours, f"{path} of {type(module).__name__}"
         assert_models_agree(managed, on_device(resident), step)
 
@@ -309,7 +300,7 @@ def test_a_layer_computes_with_whatever_stands_there_now(name, monkeypatch):
     forward = kind.forward
 
     def look(self, x):
-        used.extend(plain_tensors(self)[0].values())
+        used.extend(plain_tensors(self, format_of(self).holders)[0].values())
         return forward(self, x)
 
     with attached(managed) as manager, torch.no_grad():
@@ -320,7 +311,7 @@ def test_a_layer_computes_with_whatever_stands_there_now(name, monkeypatch):
         assert_same(y, resident[0].up.base(X.to(sides.DEVICE)))
         pieces = manager.attachment.pieces
         assert used and not any(pieces.at(tensor.data_ptr()) for tensor in used), "on the device"
-        found = plain_tensors(base)[0].values()
+        found = plain_tensors(base, format_of(base).holders)[0].values()
         nbytes = sum(tensor.nbytes for tensor in found)
         assert manager.attachment.traffic.computed_bytes == {"0.up.base": nbytes}
         manager.attachment.let_go(layer, "planted")
@@ -355,47 +346,3 @@ def test_a_clock_has_the_version_of_a_tensor_and_none_of_its_memory():
     for made in (clock, other):
         assert made.numel() == made.untyped_storage().nbytes() == 0
         assert made.dtype is torch.float16 and not made.is_inference()
-
-
-class Packed(nn.Module):
-    """As GPTQ's and AWQ's layers: eight numbers of four bits in a word, all of it in buffers."""
-
-    def __init__(self, features, out_features):
-        super().__init__()
-        words = torch.randint(-(2**31), 2**31 - 1, (out_features, features // 8))
-        self.register_buffer("qweight", words.to(torch.int32))
-        self.register_buffer("scales", torch.rand(out_features, 1) / features)
-        self.register_buffer("order", torch.arange(features))
-
-    def forward(self, x):
-        shifts = torch.arange(0, 32, 4, device=x.device, dtype=torch.int32)
-        codes = (self.qweight.unsqueeze(-1) >> shifts & 15).flatten(1) - 8
-        return nn.functional.linear(x[..., self.order], codes.to(x.dtype) * self.scales.to(x.dtype))
-
-
-def packed():
-    return freeze(nn.ModuleList(Block(Packed, 64) for _ in range(3)))
-
-
-def quanto_with_activations():
-    model = nn.ModuleList(Block(nn.Linear, 64) for _ in range(3))
-    quanto.quantize(model, weights=quanto.qint8, activations=quanto.qint8, include="*base")
-    with torch.no_grad(), quanto.Calibration():
-        through(model, X.float())
-    quanto.freeze(model)
-    return freeze(model)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("make", [packed, quanto_with_activations], ids=lambda make: make.__name__)
-def test_what_is_recognised_by_what_it_holds_alone_streams(make, mode, nothing_is_small):
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(make())
-    managed, resident = models[0], on_device(models[1])
-    with attached(managed) as manager:
-        assert manager.resident == {}
-        assert len(quantised_layers(manager)) == 6
-        assert_models_agree(managed, resident, step_of(X.float(), mode))
-        assert not manager.attachment.held()

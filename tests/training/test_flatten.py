@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,18 +28,11 @@ class State:
         self.__dict__.update(tensors)
 
 
-class Hook:
-    """What is called, and keeps what it calls with."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
-
-    def __call__(self) -> Tensor:
-        return self.hidden
-
-
 class Marked(nn.Parameter):
     """A Parameter of a library's own."""
+
+
+HOLDERS = frozenset({class_name(State)})
 
 
 def make_layer() -> Any:
@@ -52,7 +46,7 @@ def make_layer() -> Any:
     layer.state = State(
         table=torch.arange(6.0), scale=torch.ones(1), inner=State(deep=torch.ones(5))
     )
-    layer.other = Hook(torch.ones(3))
+    layer.other = SimpleNamespace(hidden=torch.ones(3))
     layer.nothing = torch.empty(0)
     layer.state.itself = layer.state
     return layer
@@ -66,7 +60,7 @@ def test_what_holds_bytes_is_found_by_path_and_each_object_once() -> None:
     layer.part = layer.codes[:4]
     layer.whole = layer.codes.view(torch.int32)
     layer.turned = layer.codes.view(2, 4)
-    found, same = plain_tensors(layer)
+    found, same = plain_tensors(layer, HOLDERS)
     assert [*found] == [
         *("weight.a", "weight.b", "codes", "noted", "state.table", "state.scale"),
         *("state.inner.deep", "part", "whole", "turned"),
@@ -76,6 +70,7 @@ def test_what_holds_bytes_is_found_by_path_and_each_object_once() -> None:
     )
     assert [*same] == ["codes"] and len(same["codes"]) == 2
     assert same["codes"][0] is layer.view and same["codes"][1] is layer.other_view
+    assert "state.table" not in plain_tensors(layer)[0]
 
 
 def test_a_parameter_of_a_librarys_own_is_searched_and_a_plain_one_is_not() -> None:
@@ -131,9 +126,9 @@ def test_a_path_leads_to_tensors_objects_and_modules() -> None:
 
 def test_small_tables_of_objects_are_copied_and_nothing_else() -> None:
     layer = make_layer()
-    before = plain_tensors(layer)[0]
-    copy_tables(layer, before["state.inner.deep"].nbytes)
-    after = plain_tensors(layer)[0]
+    before = plain_tensors(layer, HOLDERS)[0]
+    copy_tables(layer, HOLDERS, before["state.inner.deep"].nbytes)
+    after = plain_tensors(layer, HOLDERS)[0]
     assert after.keys() == before.keys()
     copied = {path for path in after if after[path] is not before[path]}
     assert copied == {"state.scale", "state.inner.deep"}
@@ -148,12 +143,12 @@ def test_a_copy_is_the_same_over_other_bytes() -> None:
     layer.own = Marked(torch.ones(2))
     layer.own.absmax = torch.ones(3)
     layer.own.origin = "own"
-    found, _ = plain_tensors(layer)
+    found, _ = plain_tensors(layer, HOLDERS)
     replaced = {id(tensor): tensor.detach() + 10 for tensor in found.values()}
     wrappers: dict[int, Tensor] = {}
-    copies = [Copy(replaced, wrappers).module(layer, nn.Module) for _ in range(2)]
+    copies = [Copy(replaced, HOLDERS, wrappers).module(layer, nn.Module) for _ in range(2)]
     for made in copies:
-        there, _ = plain_tensors(made)
+        there, _ = plain_tensors(made, HOLDERS)
         assert there.keys() == found.keys()
         for path, tensor in there.items():
             assert tensor.data_ptr() == replaced[id(found[path])].data_ptr(), path
@@ -166,8 +161,8 @@ def test_a_copy_is_the_same_over_other_bytes() -> None:
     assert copies[0].weight is copies[1].weight is not layer.weight
     assert copies[0].state is not copies[1].state and copies[0].codes is not copies[1].codes
     late = torch.ones(2)
-    assert torch.equal(Copy(replaced, wrappers).of(late), late)
-    assert Copy({}, {}).of(layer.other) is layer.other
+    assert torch.equal(Copy(replaced, HOLDERS, wrappers).of(late), late)
+    assert Copy({}, HOLDERS, {}).of(layer.other) is layer.other
 
 
 class Told(TwoTensor):
@@ -187,7 +182,7 @@ def test_a_copy_of_what_is_made_of_others_has_the_notes_that_it_does_not_make_it
     layer.weight = weight
     found, _ = plain_tensors(layer)
     replaced = {id(tensor): tensor.detach() + 10 for tensor in found.values()}
-    made = Copy(replaced, {}).module(layer, nn.Module).weight
+    made = Copy(replaced, frozenset(), {}).module(layer, nn.Module).weight
     assert type(made) is Told and torch.equal(made.a, torch.full((2,), 11.0))
     assert made.by == "unflatten" and made.loaded_by == "a loader"
     assert "scale" not in vars(made), "a tensor is no note"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import models
 import pytest
@@ -16,7 +17,7 @@ from oracle_offload.disk.quantising import Quantiser
 from oracle_offload.engine import simulator
 from oracle_offload.engine.engines import open_states
 from oracle_offload.layers.flatten import plain_tensors
-from oracle_offload.layers.quantised import is_quantised
+from oracle_offload.layers.formats import _is_weight_only, format_of
 from oracle_offload.model import loading, masters
 
 
@@ -66,7 +67,7 @@ def step(model):
 
 
 def quantised(model):
-    return {name: inner for name, inner in model.named_modules() if is_quantised(inner)}
+    return {name: inner for name, inner in model.named_modules() if format_of(inner) is not None}
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
@@ -243,3 +244,21 @@ def test_a_layer_that_is_the_model(tmp_path):
 def test_there_is_nothing_to_quantise_without_files():
     with pytest.raises(ValueError, match="quantize= is for weights that are read"):
         oracle_offload.attach(nn.Linear(128, 128), "cpu", quantize=torchao_int8)
+
+
+@pytest.mark.parametrize(
+    ("meta", "only"),
+    [
+        ({}, False),  # a kind that says nothing of its input may compute anything
+        ({"block_size": 32}, False),
+        ({"act_quant_kwargs": None}, True),
+        ({"act_quant_kwargs": {"bits": 8}}, False),
+        ({"activation_quantization": False}, True),
+        ({"activation_quantization": True}, False),
+        ({"act_quant_kwargs": None, "activation_quantization": True}, False),
+    ],
+)
+def test_a_weight_alone_is_quantised_where_torchao_says_so(meta, only):
+    weight = SimpleNamespace(__tensor_flatten__=lambda: (["data"], meta))
+    assert _is_weight_only(weight) == only
+    assert _is_weight_only(type("AffineQuantizedTensor", (), {})())

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle_offload import OffloadError
-from oracle_offload.layers import quantised
+from oracle_offload.layers import formats, quantised
+from oracle_offload.layers.formats import Format
 from oracle_offload.layers.handle import Handle
 from oracle_offload.layers.quantised import QuantisedLayer
 
@@ -50,9 +51,18 @@ class OfSquares(Coded):
         return super().forward(x * x)[...]
 
 
-@pytest.fixture(autouse=True)
-def seeded():
+SETTLED: list[torch.dtype] = []
+PLAIN = Format("coded")
+READS = Format("coded, and its input is read", reads_input=True)
+SETTLES = Format("coded, and settled", settle=lambda module, x: SETTLED.append(x.dtype))
+
+
+@pytest.fixture
+def as_format(monkeypatch):
+    """Let the stand-in be of another format."""
     torch.manual_seed(0)
+    SETTLED.clear()
+    return lambda found: monkeypatch.setattr(formats, "_COMFY", found)
 
 
 def layer_of(manager):
@@ -72,14 +82,16 @@ def gradients_of(model, x, autocast=False):
     return found
 
 
-FORMATS = {"plain": Coded, "reads": OfSquares}
+FORMATS = {"plain": PLAIN, "reads": READS}
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("bias", ["none", "frozen", "trained"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_gradients_are_the_residents_and_nothing_runs_again(name, bias, autocast):
-    managed, resident = resident_pair(nn.Sequential(FORMATS[name](bias != "none")))
+def test_gradients_are_the_residents_and_nothing_runs_again(name, bias, autocast, as_format):
+    as_format(FORMATS[name])
+    kind = OfSquares if name == "reads" else Coded
+    managed, resident = resident_pair(nn.Sequential(kind(bias != "none")))
     trains = bias == "trained"
     for model in (managed, resident):
         model.requires_grad_(False)
@@ -87,7 +99,8 @@ def test_gradients_are_the_residents_and_nothing_runs_again(name, bias, autocast
             model[0].bias.requires_grad_()
     x = torch.randn(3, IN)
     with attached(managed) as manager:
-        assert layer_of(manager).names
+        layer = layer_of(manager)
+        assert layer.format is FORMATS[name]
         for needs in (True, False):
             x.requires_grad_(needs)
             if not needs and not trains:
@@ -115,8 +128,9 @@ def kept_by(compute):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_input_is_kept_where_backward_asks_for_its_values(name):
-    managed = nn.Sequential(FORMATS[name]())
+def test_the_input_is_kept_where_backward_asks_for_its_values(name, as_format):
+    as_format(FORMATS[name])
+    managed = nn.Sequential(OfSquares() if name == "reads" else Coded())
     x = torch.randn(3, IN, requires_grad=True)
     with attached(managed) as manager:
         layer = layer_of(manager)
@@ -129,8 +143,9 @@ def test_the_input_is_kept_where_backward_asks_for_its_values(name):
         assert not managed(x.detach()).requires_grad
 
 
-def test_a_result_may_be_written_to():
+def test_a_result_may_be_written_to(as_format):
     """torch forbids that for views which custom functions return."""
+    as_format(READS)
     managed, resident = resident_pair(nn.Sequential(OfSquares()))
     x = torch.randn(3, IN, requires_grad=True)
     with attached(managed):
@@ -139,166 +154,19 @@ def test_a_result_may_be_written_to():
         found.sum().backward()
 
 
-class Settles(Coded):
-    """As bitsandbytes: the first input decides what it computes in, and each casts the bias."""
-
-    computes = None
-    is_set = False
-
-    def forward(self, x):
-        if not self.is_set:
-            self.computes, self.is_set = x.dtype, True
-        if self.bias.dtype is not x.dtype:
-            self.bias.data = self.bias.data.to(x.dtype)
-        weight = self.weight.to(self.computes) * self.weight_scale[:, None].to(self.computes)
-        return F.linear(x.to(self.computes), weight, self.bias.to(self.computes)).to(x.dtype)
-
-
-@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
-@pytest.mark.parametrize("recorded", [False, True], ids=["", "recorded"])
-def test_what_a_call_changes_for_good_is_the_residents(recorded, trains):
-    managed, resident = resident_pair(nn.Sequential(Settles()).requires_grad_(False))
+def test_what_a_first_input_settles_is_settled_before_each_call(as_format):
+    as_format(SETTLES)
+    managed = nn.Sequential(Coded()).requires_grad_(False)
     with attached(managed) as manager:
         layer = layer_of(manager)
-        for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
-            x = torch.randn(3, IN, dtype=dtype, requires_grad=recorded)
-            for model in (managed, resident):
-                model[0].bias.requires_grad_(trains)
-            with torch.set_grad_enabled(recorded):
-                if recorded:
-                    assert_same(gradients_of(managed, x), gradients_of(resident, x))
-                else:
-                    assert_same(managed(x), resident(x))
-            layer.settle()
-            assert managed[0].computes is resident[0].computes is torch.bfloat16
-            assert managed[0].bias.dtype is resident[0].bias.dtype is dtype
-            assert_same(managed[0].bias, resident[0].bias)
-        assert not manager.attachment.held()
-
-
-def test_an_input_without_values_settles_a_layer_as_well():
-    managed = nn.Sequential(Settles()).requires_grad_(False)
-    with attached(managed) as manager:
-        layer = layer_of(manager)
-        assert layer.result_of(layer.look, torch.bfloat16, None) is torch.bfloat16
-        assert managed[0].is_set and managed[0].bias.dtype is torch.bfloat16
-        assert manager.state.engine.stats()["acquires"] == 0
-
-
-# ---- whether the input's gradient depends on the input ----
-
-
-class Attribute(torch.autograd.Function):
-    """Keeps the input where torch does not see it."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.x = x
-        return x @ weight.to(x.dtype).t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.sum(-1, keepdim=True) * ctx.x, None
-
-
-class Rounds(torch.autograd.Function):
-    """Its gradient depends on what the input was rounded to, and not on the input itself."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x.round().to(torch.int8), weight)
-        return x @ weight.to(x.dtype).t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        rounded, weight = ctx.saved_tensors
-        return (grad @ weight.to(grad.dtype)) * rounded, None
-
-
-class ByShape(torch.autograd.Function):
-    """Its gradient depends on the input's shape."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.rows = x.shape[0]
-        ctx.save_for_backward(weight)
-        return x @ weight.to(x.dtype).t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return (grad @ ctx.saved_tensors[0].to(grad.dtype)) / ctx.rows, None
-
-
-def by_scale(module, x):
-    """Of a weight that is scaled by the largest value of the input: put off with a constant."""
-    return F.linear(x, module.weight.to(x.dtype) * x.detach().abs().amax())
-
-
-def by_value(module, x):
-    return F.linear(x, module.weight.to(x.dtype)) * float(x.detach().sum())
-
-
-def in_place(module, x):
-    scale = torch.ones(1, dtype=x.dtype)
-    scale.add_(x.detach().abs().amax())
-    return F.linear(x, module.weight.to(x.dtype)) * scale
-
-
-def by_address(module, x):
-    return F.linear(x, module.weight.to(x.dtype)) * (x.data_ptr() != 1)
-
-
-def plainly(module, x):
-    return F.linear(x, module.weight.to(x.dtype))
-
-
-READS = {
-    "product": (plainly, False),
-    "shape": (lambda module, x: ByShape.apply(x, module.weight), False),
-    "attribute": (lambda module, x: Attribute.apply(x, module.weight), True),
-    "rounded": (lambda module, x: Rounds.apply(x, module.weight), True),
-    "scale": (by_scale, True),
-    "in place": (in_place, True),
-    "value": (by_value, True),
-    "address": (by_address, True),
-}
-
-
-class Computes(Coded):
-    def __init__(self, compute):
-        super().__init__(bias=False)
-        self.compute = [compute]
-
-    def forward(self, x):
-        return self.compute[0](self, x)
-
-
-@pytest.mark.parametrize("name", READS)
-def test_it_is_measured_whether_a_gradient_depends_on_the_inputs_values(name):
-    compute, expected = READS[name]
-    managed, resident = resident_pair(nn.Sequential(Computes(compute)).requires_grad_(False))
-    x = torch.randn(3, IN, requires_grad=True)
-    with attached(managed) as manager:
-        layer = layer_of(manager)
-        assert layer.reads_input(layer.look, x.dtype, None) is expected
-        assert not layer.wants_memory and layer.puts_off
-        results = []
-        for call in (resident, managed, lambda given: traced(layer, given)[0]):
-            given = x.detach().requires_grad_()
-            y = call(given)
-            y.square().sum().backward()
-            results.append([y.detach(), given.grad])
-        assert_same(results[1], results[0])
-        assert_same(results[2], results[0])
-        assert not manager.attachment.held()
-
-
-def test_a_layer_that_reads_its_input_is_refused_in_code_that_was_compiled_for_one_that_does_not():
-    with attached(nn.Sequential(OfSquares()).requires_grad_(False)) as manager:
-        layer, y = layer_of(manager), torch.zeros(3, OUT)
-        assert layer.as_told(y, OUT, y.dtype, y.dtype, None, True) is y
-        with pytest.raises(OffloadError, match="'0' was compiled as one whose gradient depends"):
-            layer.as_told(y, OUT, y.dtype, y.dtype, None, False)
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(3, IN, dtype=dtype)
+            SETTLED.clear()
+            managed(x)
+            assert [dtype] == SETTLED
+            SETTLED.clear()
+            assert layer.result_of(layer.look, dtype, None) is dtype
+            assert [dtype] == SETTLED, "an input without values settles it as well"
 
 
 # ---- its operator ----
@@ -326,8 +194,9 @@ def traced(layer, x, module=None):
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_operator_has_the_bits_and_gradients_of_the_layer(name, autocast):
-    managed, resident = resident_pair(nn.Sequential(FORMATS[name]()))
+def test_the_operator_has_the_bits_and_gradients_of_the_layer(name, autocast, as_format):
+    as_format(FORMATS[name])
+    managed, resident = resident_pair(nn.Sequential(OfSquares() if name == "reads" else Coded()))
     x = torch.randn(2, 3, IN, requires_grad=True)
     with attached(managed) as manager:
         layer = layer_of(manager)
@@ -350,7 +219,8 @@ def test_the_operator_has_the_bits_and_gradients_of_the_layer(name, autocast):
         assert not manager.attachment.held()
 
 
-def test_a_layer_is_no_operator_of_a_graph_where_something_of_it_is_not_as_it_was():
+def test_a_layer_is_no_operator_of_a_graph_where_something_of_it_is_not_as_it_was(as_format):
+    as_format(PLAIN)
     managed, resident = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
     x = torch.randn(3, IN)
     with attached(managed) as manager, torch.no_grad():
@@ -378,7 +248,8 @@ def test_a_layer_is_no_operator_of_a_graph_where_something_of_it_is_not_as_it_wa
         assert traced(layer, x)[1]
 
 
-def test_a_result_is_as_compiled_code_was_told():
+def test_a_result_is_as_compiled_code_was_told(as_format):
+    as_format(PLAIN)
     managed, _ = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
     with attached(managed) as manager:
         layer = layer_of(manager)
@@ -392,7 +263,8 @@ def test_a_result_is_as_compiled_code_was_told():
                 layer.as_told(y, features, dtype, torch.float32, None, False)
 
 
-def test_a_bias_that_is_not_the_layers_is_refused_by_the_operator():
+def test_a_bias_that_is_not_the_layers_is_refused_by_the_operator(as_format):
+    as_format(PLAIN)
     managed, resident = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
     x = torch.randn(3, IN)
     with attached(managed) as manager, torch.no_grad():
@@ -415,7 +287,8 @@ def test_a_bias_that_is_not_the_layers_is_refused_by_the_operator():
         assert manager.state.engine.stats()["acquires"] == before
 
 
-def test_the_clock_tells_of_writes_and_holds_no_memory():
+def test_the_clock_tells_of_writes_and_holds_no_memory(as_format):
+    as_format(PLAIN)
     managed = nn.Sequential(Coded()).requires_grad_(False)
     with attached(managed) as manager:
         layer = layer_of(manager)
@@ -467,7 +340,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_layer_says_whether_its_weights_can_be_managed_and_are_lost(change):
+def test_a_layer_says_whether_its_weights_can_be_managed_and_are_lost(change, as_format):
+    as_format(PLAIN)
     make, manageable, why = CHANGES[change]
     managed = nn.Sequential(Coded()).requires_grad_(False)
     with attached(managed) as manager:
@@ -489,7 +363,8 @@ def test_a_layer_says_whether_its_weights_can_be_managed_and_are_lost(change):
         assert (layer.has_plain_masters(), layer.why_lost()) == (False, "it was deleted")
 
 
-def test_weights_that_no_slot_has_a_place_for_are_named():
+def test_weights_that_no_slot_has_a_place_for_are_named(as_format):
+    as_format(PLAIN)
     module = Coded()
     assert QuantisedLayer.unfit(module) == ""
     module.weight_scale = torch.ones(2 * OUT)[::2]
@@ -501,7 +376,8 @@ def test_weights_that_no_slot_has_a_place_for_are_named():
     assert QuantisedLayer.unfit(module) == "'weight_scale' is torch.sparse_coo"
 
 
-def test_a_parameter_that_leads_to_its_module_keeps_it_no_more():
+def test_a_parameter_that_leads_to_its_module_keeps_it_no_more(as_format):
+    as_format(PLAIN)
     module, other = Coded(bias=False), Coded()
     module.weight.module, other.weight.module = module, module
     for each in (module, other):
@@ -510,7 +386,8 @@ def test_a_parameter_that_leads_to_its_module_keeps_it_no_more():
     assert "module" not in vars(other.bias)
 
 
-def test_a_leaf_that_was_let_go_computes_by_itself():
+def test_a_leaf_that_was_let_go_computes_by_itself(as_format):
+    as_format(PLAIN)
     managed, resident = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
     x = torch.randn(3, IN)
     with attached(managed) as manager:
@@ -524,7 +401,8 @@ def test_a_leaf_that_was_let_go_computes_by_itself():
     assert traffic.computed_bytes == {"0": own}, "nothing travels"
 
 
-def test_the_cost_is_of_a_product_and_compiled_backward_runs_it_twice():
+def test_the_cost_is_of_a_product_and_compiled_backward_runs_it_twice(as_format):
+    as_format(PLAIN)
     managed = nn.Sequential(Coded()).requires_grad_(False)
     with attached(managed) as manager:
         layer = layer_of(manager)
@@ -542,7 +420,8 @@ def test_the_cost_is_of_a_product_and_compiled_backward_runs_it_twice():
         assert layer.forward_cost(torch.tensor(2.0))[0] == 2 * OUT
 
 
-def test_a_copy_of_an_attached_model_is_plain():
+def test_a_copy_of_an_attached_model_is_plain(as_format):
+    as_format(PLAIN)
     managed, resident = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
     x = torch.randn(3, IN)
     with attached(managed):
@@ -551,7 +430,8 @@ def test_a_copy_of_an_attached_model_is_plain():
         assert_same(copied(x), resident(x))
 
 
-def test_a_leaf_that_forgot_its_weights_keeps_none_of_them():
+def test_a_leaf_that_forgot_its_weights_keeps_none_of_them(as_format):
+    as_format(PLAIN)
     managed = nn.Sequential(Coded()).requires_grad_(False)
     with attached(managed) as manager:
         layer = layer_of(manager)
@@ -570,8 +450,9 @@ class Constant(Coded):
 
 
 @pytest.mark.parametrize("name", ["plain", "reads"])
-def test_an_input_that_nothing_depends_on_has_a_gradient_of_zero_in_a_graph(name):
+def test_an_input_that_nothing_depends_on_has_a_gradient_of_zero_in_a_graph(name, as_format):
     """Compiled code expects one."""
+    as_format(FORMATS[name])
     managed, resident = resident_pair(nn.Sequential(Constant()).requires_grad_(False))
     x = torch.randn(3, IN, requires_grad=True)
     with attached(managed) as manager:
@@ -582,7 +463,8 @@ def test_an_input_that_nothing_depends_on_has_a_gradient_of_zero_in_a_graph(name
     assert_same(x.grad, torch.zeros(3, IN))
 
 
-def test_a_weight_that_is_trained_is_no_operators():
+def test_a_weight_that_is_trained_is_no_operators(as_format):
+    as_format(PLAIN)
     module = Coded()
     module.weight = nn.Parameter(torch.randn(OUT, IN).to(torch.float8_e4m3fn))
     managed, resident = resident_pair(nn.Sequential(module).requires_grad_(False))
@@ -608,7 +490,8 @@ class Asks(Coded):
         return super().forward(x).double() * float(x.sum())
 
 
-def test_the_dtype_of_a_result_is_found_without_values_where_it_can_be():
+def test_the_dtype_of_a_result_is_found_without_values_where_it_can_be(as_format):
+    as_format(PLAIN)
     for kind, plain_dtype, cast_dtype in (
         (Coded, torch.float32, torch.bfloat16),
         (Wide, torch.float64, torch.float64),
@@ -623,8 +506,9 @@ def test_the_dtype_of_a_result_is_found_without_values_where_it_can_be():
             assert not manager.attachment.held()
 
 
-def test_layers_look_alike_whatever_their_biases_are():
+def test_layers_look_alike_whatever_their_biases_are(as_format):
     """One compiled block serves them; the library may cast a bias in its first call."""
+    as_format(PLAIN)
     wide = Coded()
     wide.weight = nn.Parameter(wide.weight.repeat(2, 1), requires_grad=False)
     wide.weight_scale = wide.weight_scale.repeat(2)
@@ -644,7 +528,8 @@ class State:
         self.table = table
 
 
-def test_a_small_table_that_layers_share_is_copied_for_each():
+def test_a_small_table_that_layers_share_is_copied_for_each(as_format):
+    as_format(Format("coded", holders=frozenset({f"{State.__module__}.State"})))
     shared, large = torch.randn(4), torch.randn(4096)
     models = [Coded(), Coded()]
     for module in models:
@@ -670,7 +555,8 @@ class Aliased(Coded):
         return F.linear(x, self.codes.to(x.dtype) * self.weight_scale[:, None], self.bias)
 
 
-def test_tensors_over_the_bytes_of_a_weight_are_lent_with_it():
+def test_tensors_over_the_bytes_of_a_weight_are_lent_with_it(as_format):
+    as_format(PLAIN)
     managed, _ = resident_pair(nn.Sequential(Aliased()).requires_grad_(False))
     module = managed[0]
     assert QuantisedLayer.aliases(module) == {id(module.weight): [module.codes]}
@@ -724,7 +610,8 @@ class OfTwo(Coded):
         return F.linear(x, weight, self.bias)
 
 
-def test_a_weight_that_is_made_of_others_stays_the_object_that_it_is():
+def test_a_weight_that_is_made_of_others_stays_the_object_that_it_is(as_format):
+    as_format(PLAIN)
     managed = nn.Sequential(OfTwo())
     weight, inner = managed[0].weight, managed[0].weight.a
     managed[0].bias.requires_grad_(False)
