@@ -58,8 +58,21 @@ struct oo_disk *oo__disk_of(const struct oo_part *part) {
     return part && part->memory ? part->memory->host->disk : NULL;
 }
 
-int oo__disk_written(const char *masters, size_t bytes) {
-    return oo__pages_written(masters, bytes) != 0;
+static int oo__disk_is_same(const struct oo_disk *disk);
+
+/* Whether memory can be read for them: a page that is not written is the file's, as it is now. */
+static int oo__disk_shows(const struct oo_disk *disk, const char *masters, size_t bytes) {
+    const size_t page = oo__page_bytes(), skew = oo__disk_skew(masters);
+    int all = 1;
+    if (oo__disk_is_same(disk))
+        return 1;
+    for (size_t at = 0; all && at < skew + bytes; at += page)
+        all = oo__pages_written(masters - skew + at, 1) > 0;
+    return all;
+}
+
+int oo__disk_written(const struct oo_disk *disk, const char *masters, size_t bytes) {
+    return oo__pages_written(masters, bytes) > 0 && oo__disk_shows(disk, masters, bytes);
 }
 
 size_t oo__disk_skew(const char *masters) { return (uintptr_t)masters % oo__page_bytes(); }
@@ -84,13 +97,30 @@ static int oo__disk_is_same(const struct oo_disk *disk) {
 static ptrdiff_t oo__read_pages(struct oo_disk *disk, char *room, size_t bytes, uint64_t begin) {
     if (disk->direct >= 0 && !disk->refused) {
         const ptrdiff_t got = disk->read(disk->direct, room, bytes, begin);
-        if (got >= 0 || errno != EINVAL)
+        if (got >= 0 || (errno != EINVAL && errno != EOPNOTSUPP && errno != EFAULT))
             return got;
         disk->refused = 1;
     }
     const ptrdiff_t got = disk->read(disk->buffered, room, bytes, begin);
     oo__file_uncache(disk->buffered, begin, bytes);
     return got;
+}
+
+const char *oo__disk_bring(const struct oo_part *part, const char *masters, size_t bytes,
+                           char *room, struct oo_failure *failure, int *is_read) {
+    const struct oo_disk *disk = part->memory->host->disk;
+    const int written = oo__pages_written(masters, bytes);
+    const int error = errno;
+    *is_read = written == 0;
+    if (written < 0) /* perhaps it is, and perhaps no descriptor was left to ask with */
+        return oo__disk_failed(disk, error, failure);
+    if (written == 0)
+        return oo__disk_read(part, masters, bytes, room, failure);
+    if (!oo__disk_shows(disk, masters, bytes)) /* before: what is cut off cannot be touched */
+        return oo__disk_failed(disk, OO_DISK_CHANGED, failure);
+    memcpy(room, masters, bytes);
+    return oo__disk_shows(disk, masters, bytes) ? room
+                                                : oo__disk_failed(disk, OO_DISK_CHANGED, failure);
 }
 
 const char *oo__disk_read(const struct oo_part *part, const char *masters, size_t bytes, char *room,

@@ -26,13 +26,16 @@ void oo__disk_free(struct oo_disk *disk);
 
 /* Whether code of this process has written any page of these masters: then memory alone has what
  * they are, and no file. */
-int oo__disk_written(const char *masters, size_t bytes);
+int oo__disk_written(const struct oo_disk *disk, const char *masters, size_t bytes);
 /* Bytes in front of masters in their first page, which come with them. */
 size_t oo__disk_skew(const char *masters);
 /* Read masters, and what is around them in their pages, into whole pages at `room`. Returns where
  * they are there; NULL: `failure`. */
 const char *oo__disk_read(const struct oo_part *part, const char *masters, size_t bytes, char *room,
                           struct oo_failure *failure);
+/* The same, or from memory where some page of it was written. */
+const char *oo__disk_bring(const struct oo_part *part, const char *masters, size_t bytes,
+                           char *room, struct oo_failure *failure, int *is_read);
 /* What such a failure was, in words: OO_E_FILE. */
 enum oo_status oo__disk_fail(const struct oo_failure *failure);
 

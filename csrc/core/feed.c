@@ -151,17 +151,18 @@ static int oo__slot_wait(struct oo_engine *engine, unsigned slot, struct oo_fail
  * Returns where they are there; NULL: `failure`. */
 static const char *oo__piece_bring(const struct oo_piece *piece, char *room,
                                    struct oo_failure *failure, struct oo_costs *costs) {
-    int in_memory = 1;
-    if (oo__disk_of(piece->part))
-        in_memory = oo__disk_written(piece->host, piece->bytes);
-    if (in_memory) {
+    int is_read;
+    if (!oo__disk_of(piece->part)) {
         memcpy(room, piece->host, piece->bytes);
         return room;
     }
     const uint64_t begin = oo__nanoseconds();
-    const char *bytes = oo__disk_read(piece->part, piece->host, piece->bytes, room, failure);
-    costs->disk_nanoseconds += oo__nanoseconds() - begin;
-    costs->disk_bytes += bytes ? piece->bytes : 0;
+    const char *bytes =
+        oo__disk_bring(piece->part, piece->host, piece->bytes, room, failure, &is_read);
+    if (is_read) {
+        costs->disk_nanoseconds += oo__nanoseconds() - begin;
+        costs->disk_bytes += bytes ? piece->bytes : 0;
+    }
     return bytes;
 }
 

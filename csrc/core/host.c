@@ -81,6 +81,16 @@ enum oo_status oo_host_create_file(const char *path, int file, struct oo_host **
         status = oo__fail(OO_E_FILE, "'%s' cannot be mapped: %s", path, strerror(errno));
         goto done;
     }
+    if (oo__pages_written((*out)->pages, 1) < 0) {
+        status = oo__fail(OO_E_FILE,
+                          "the system does not say which pages of '%s' were written "
+                          "(/proc/self/pagemap: %s)",
+                          path, strerror(errno));
+        oo__pages_unmap((*out)->pages, (*out)->mapped_bytes);
+        oo__host_forget(*out);
+        *out = NULL;
+        goto done;
+    }
     (*out)->disk = disk;
     return OO_OK;
 done:

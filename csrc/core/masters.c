@@ -28,7 +28,7 @@ const struct oo_known *oo__known_memory(const struct oo_engine *engine, const vo
 int oo__in_memory(const struct oo_engine *engine, const void *address, size_t bytes) {
     const struct oo_known *known = oo__known_memory(engine, address, bytes);
     const struct oo_disk *disk = known ? known->host->disk : NULL;
-    return disk ? oo__disk_written(address, bytes) : 1;
+    return disk ? oo__disk_written(disk, address, bytes) : 1;
 }
 
 int oo__is_locked(const struct oo_known *memory, const void *address, size_t bytes) {

@@ -70,7 +70,7 @@ class WeightFile:
 
     def memory(self) -> HostBuffer:
         """Return all of the file as memory for masters that stay there: see `HostBuffer`."""
-        return HostBuffer(self._state[0], file=self._file.fileno(), path=self.path)
+        return HostBuffer(self._state[0], file=self._file.fileno(), path=os.path.abspath(self.path))
 
     def _current_state(self) -> tuple[int, int]:
         found = os.fstat(self._file.fileno())

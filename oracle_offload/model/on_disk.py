@@ -89,10 +89,10 @@ def part(
             "attach(..., weights=path), with the model made inside oracle_offload.empty_weights(). "
             "oracle_offload.save_weights writes the files of a model that is loaded."
         )
-    if sys.platform == "win32":
+    if sys.platform != "linux":
         raise OffloadError(
             "disk=True needs a system that tells which pages of a mapped file were written, which "
-            "Windows does not; leave it away, and set ram_budget."
+            "is Linux alone; leave it away, and set ram_budget."
         )
     places = {
         id(tensor): (tensor, *place)
