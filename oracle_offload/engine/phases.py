@@ -12,6 +12,7 @@ AS_THEY_ARE = frozenset(
         "managed_bytes",
         "locked_bytes",
         "pageable_bytes",
+        "disk_bytes",
         "ring_bytes",
         "arena_bytes",
         "staging_bytes",
