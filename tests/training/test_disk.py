@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 WIDTH, DEPTH = 192, 10
 WEIGHT = WIDTH * WIDTH * 4
 FLOOR = 2 * WEIGHT + 4096
+WHERE = "cpu"
 
 
 class Block(nn.Module):
@@ -60,9 +61,16 @@ class Tower(nn.Module):
         return x
 
 
+@pytest.fixture(autouse=True)
+def inputs_on_the_device(request, monkeypatch):
+    callspec = getattr(request.node, "callspec", None)
+    where = callspec.params.get("device", "cpu") if callspec else "cpu"
+    monkeypatch.setitem(globals(), "WHERE", where)
+
+
 def step(model):
     x = torch.randn(3, WIDTH, dtype=model.blocks[0].up.weight.dtype)
-    x = x.to(model.blocks[0].up.weight.device).requires_grad_()
+    x = x.to(WHERE).requires_grad_()
     y = model(x)
     y.square().mean().backward()
     return y.detach(), x.grad
