@@ -437,9 +437,7 @@ def test_what_is_free_is_counted_without_what_is_still_to_come():
             simulated=simulated, device="a card", engine=engine, free_bytes=lambda: 10 << 20
         )
         budget = oracle_offload.Budget(vram_budget="auto")
-        placed = managers._Placed(
-            budget, budget, {}, [], kept, [1 << 30], 1 << 20, None, None, None, None, None
-        )
+        placed = managers._Placed(budget, budget, {}, [], kept, [1 << 30], 1 << 20, *6 * (None,))
         found = managers._capacity(state, placed, 2 << 20)
         expected = int(0.9 * ((10 << 20) - to_come - (2 << 20)))
         assert expected - _core.ALIGNMENT < found <= expected
