@@ -311,6 +311,44 @@ static void a_file_that_is_another_is_refused_until_it_is_back(void) {
     end(&w, "another file");
 }
 
+/* How masters are brought: 1: read, 0: from memory, -1: not at all. What comes is right. */
+static int brought(const struct world *w, unsigned unit, char *room) {
+    const struct oo_part *part = &w->engine->units[w->unit[unit]].parts[0];
+    struct oo_failure failure = {0};
+    int is_read = 0;
+    const char *bytes =
+        oo__disk_bring(part, w->master[unit], w->bytes[unit], room, &failure, &is_read);
+    CHECK(!bytes == (failure.call != NULL) && (!bytes || failure.disk == NULL), "no reason");
+    CHECK(!bytes || memcmp(bytes, w->master[unit], w->bytes[unit]) == 0, "other bytes");
+    return !bytes ? -1 : is_read;
+}
+
+/* Pages that are not written are the file's: memory is used as long as that is the same, or where
+ * all of them were written. */
+static void memory_counts_where_all_of_it_is_known(void) {
+    enum { UNIT = 4 }; /* of several pages */
+    struct world w;
+    struct stat was;
+    begin(&w, 100000);
+    char *masters = w.master[UNIT];
+    const size_t bytes = w.bytes[UNIT], page = oo__page_bytes();
+    char *room = oo__pages_map((bytes / page + 3) * page);
+    CHECK(bytes > 3 * page && stat(path, &was) == 0, "too small");
+    CHECK(!oo__disk_written(w.host->disk, masters, bytes) && brought(&w, UNIT, room) == 1,
+          "what no one has written is not read");
+    masters[bytes - 1] ^= 1; /* the last page of several */
+    CHECK(oo__disk_written(w.host->disk, masters, bytes) && brought(&w, UNIT, room) == 0,
+          "what was written is read from the file");
+    set_time(was.st_mtim.tv_sec + 1, 0);
+    CHECK(!oo__disk_written(w.host->disk, masters, bytes) && brought(&w, UNIT, room) == -1,
+          "pages of another file were used");
+    memset(masters, 0x77, bytes);
+    CHECK(oo__disk_written(w.host->disk, masters, bytes) && brought(&w, UNIT, room) == 0,
+          "what is all in memory is not used");
+    oo__pages_unmap(room, (bytes / page + 3) * page);
+    end(&w, "written in part");
+}
+
 static void another_file_than_the_callers_is_not_opened(void) {
     struct world w;
     struct oo_host *host = NULL;
@@ -387,6 +425,7 @@ static const struct check_case cases[] = {
     CASE(what_is_written_in_memory_counts),
     CASE(a_hit_sees_that_memory_was_written),
     CASE(a_file_that_is_another_is_refused_until_it_is_back),
+    CASE(memory_counts_where_all_of_it_is_known),
     CASE(another_file_than_the_callers_is_not_opened),
     CASE(a_file_is_not_locked),
     CASE(a_unit_travels_in_pieces),
