@@ -25,13 +25,13 @@ static _Atomic unsigned fails; /* the read of this number; 0: none */
 static _Atomic int lasts;      /* and all after it */
 enum { INPUT_ERROR, ENDS_EARLY, REFUSED_DIRECT };
 static _Atomic int how;
-static _Atomic int direct;
+static _Atomic int direct, refusal;
 
 static ptrdiff_t counted_read(int file, void *target, size_t bytes, uint64_t begin) {
     const unsigned number = ++n_reads;
     n_direct += file == direct;
     if (how == REFUSED_DIRECT && file == direct) {
-        errno = EINVAL;
+        errno = refusal;
         return -1;
     }
     if (how != REFUSED_DIRECT && fails && (number == fails || (lasts && number > fails))) {
@@ -164,19 +164,26 @@ static void whichever_read_fails_the_next_step_is_right(void) {
     fail_at(1, 1, "ended before its bytes had come");
 }
 
+static void read_though_direct_reads_are_refused(struct world *w) {
+    how = REFUSED_DIRECT;
+    for (int i = 0; i < 2; i++)
+        need(step(w), "step");
+    feeds_end(w);
+    /* Those that were under way when the first was refused. */
+    CHECK(n_direct >= 1 && n_direct <= OO_READ_THREADS, "%u direct reads", n_direct);
+    CHECK(stats_of(w).disk_read_bytes == stats_of(w).h2d_bytes, "what was not read");
+}
+
 static void where_direct_reads_are_refused_the_cache_is_used(void) {
+    static const int refusals[] = {EINVAL, EOPNOTSUPP, EFAULT};
     struct world w;
-    begin(&w, 100000);
-    if (direct >= 0) {
-        how = REFUSED_DIRECT;
-        for (int i = 0; i < 2; i++)
-            need(step(&w), "step");
-        feeds_end(&w);
-        /* Those that were under way when the first was refused. */
-        CHECK(n_direct >= 1 && n_direct <= OO_READ_THREADS, "%u direct reads", n_direct);
-        CHECK(stats_of(&w).disk_read_bytes == stats_of(&w).h2d_bytes, "what was not read");
+    for (int i = 0; i < 3; i++) {
+        refusal = refusals[i];
+        begin(&w, 100000);
+        if (direct >= 0)
+            read_though_direct_reads_are_refused(&w);
+        end(&w, "refused");
     }
-    end(&w, "refused");
     begin(&w, 100000);
     if (direct >= 0) { /* as of a file system that refuses when the file is opened */
         close(direct);
