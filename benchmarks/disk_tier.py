@@ -25,7 +25,6 @@ import argparse
 import contextlib
 import ctypes
 import hashlib
-import inspect
 import json
 import mmap
 import os
@@ -151,15 +150,9 @@ def ours(folder: Path, args: argparse.Namespace) -> Any:
     """Return `ours`: ``attach(..., disk=True)``."""
     import oracle_offload
 
-    if "disk" not in inspect.signature(oracle_offload.attach).parameters:
-        raise SystemExit(
-            "ours: oracle_offload.attach of this checkout has no argument `disk`: there is nothing "
-            "to measure"
-        )
     with oracle_offload.empty_weights():
         model = base_class()(linears(layers_of(int(args.gib * GIB), args.width), args.width))
-    attach: Any = oracle_offload.attach
-    attach(
+    oracle_offload.attach(
         model,
         args.device,
         weights=folder / SAFETENSORS,
