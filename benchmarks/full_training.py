@@ -48,7 +48,9 @@ MEMORY = 24 * GIB  # of each, or as much of it as may be used
 CONTEXT = 0.6e9  # of the driver and its libraries: assumed
 LOGITS = 1e9  # of a part of a language model's output, with what its loss takes: assumed
 LEAVING = 0.75e9  # gradients on their way home, one that is made, and sums that come: at most
-BATCH = 192 * 2**20  # of weights, gradients and states that are stepped together, if not of one
+# Of weights, gradients and states that are stepped together, if not of one; and how many such
+# batches wait for their states, and go home, in backward: see `train.stepping`.
+BATCH, WAITING, LEAVING = 192 * 2**20, 5, 4
 HOST = 64 * GIB
 
 
@@ -116,21 +118,36 @@ def state_bytes(case: Case, weights: int) -> int:
 
 
 def stepped_bytes(case: Case, trace: Trace) -> int:
-    """Return what gradients and states take that are stepped in backward: four batches, at most.
+    """Return the most that gradients and states take that are stepped in backward.
 
-    One of them comes, one is stepped, and two go home.
+    Batches wait for their states, are stepped, and go home, as `during_backward=True` has it.
     """
-    batches, size = [0, 0, 0, 0], BATCH + 1
+    batch, now, most = [0, 0], 0, 0  # gradients and states
+    waiting: list[list[int]] = []
+    leaving: list[list[int]] = []
+
+    def size_of(batch: list[int]) -> int:
+        return 2 * batch[0] + batch[1]
+
     for visit in trace.train:
         if visit.kind == BACKWARD:
             weights = trace.unit_bytes[visit.unit]
             states = state_bytes(case, weights)
-            if size + 2 * weights + states > BATCH:
-                batches.append(0)
-                size = 0
-            batches[-1] += weights + states
-            size += 2 * weights + states
-    return max(map(sum, zip(*(batches[n:] for n in range(4)), strict=False)))
+            if batch[0] and size_of(batch) + 2 * weights + states > BATCH:
+                now += batch[1]
+                most = max(most, now)
+                while sum(map(size_of, waiting)) > WAITING * BATCH:
+                    now -= waiting[0][0]
+                    leaving.append(waiting.pop(0))
+                    while len(leaving) > 1 and sum(map(sum, leaving)) > LEAVING * BATCH:
+                        now -= leaving.pop(0)[1]
+                waiting.append(batch)
+                batch = [0, 0]
+            batch[0] += weights
+            batch[1] += states
+            now += weights
+            most = max(most, now)
+    return most
 
 
 def arena_of(case: Case, trace: Trace, memory: float) -> int:
@@ -474,6 +491,9 @@ def _train(
         address = np.frombuffer(space, "b").ctypes.data
         base = -(-address // 256) * 256
         engine.add_segment(lease, base, arena, stream)
+        segment: Any = types.SimpleNamespace(address=base, nbytes=arena)
+        state.exchange_segments([], [segment])
+        ends.callback(state.exchange_segments, [segment], [])
         with warnings.catch_warnings(action="ignore"):  # no code writes there: see `_idle`
             slots = torch.frombuffer(space, dtype=torch.uint8)[base - address :]
 

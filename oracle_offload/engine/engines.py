@@ -248,6 +248,10 @@ class DeviceState:
             return segments[index].storage, segments[index].base
         raise OffloadError(f"the engine answered {address:#x}, which is in no segment of the arena")
 
+    def arena_bytes(self) -> int:
+        """Bytes of the arena, of all models."""
+        return sum(segment.nbytes for segment in self.segments)
+
     def free_bytes(self) -> int:
         """Bytes of the device that can still be had: free, or cached by torch and in no use."""
         return self.engine.mem_info()[0] + self.kind.cached_bytes()

@@ -31,7 +31,9 @@ from ..layers.norms import rewrap
 from . import stepping
 from .stepping import Batch, Stepper, bytes_of, homes, refuse_sparse
 
-_KEPT_OF_ARENA = 8  # copies that wait to be stepped have this part of the arena at most
+# Batches that wait for their states while further gradients come. Those of a block come in
+# a burst, and none while it is computed again.
+_WAITING = 5
 _AFTER = "Stream the optimizer without during_backward=True"
 _CLIPS = (
     clip_grad.clip_grad_norm_,
@@ -53,7 +55,6 @@ class InBackward(Stepper):
         self._optimizer = weakref.ref(optimizer)
         self._taken: dict[int, Tensor] = {}  # since the latest `step`, by their ids
         self._left: list[Batch] = []  # of the backward that runs; the last one is not full
-        self._bytes = 0  # of that
         self._units: set[int] = set()  # of that
         self._kept: dict[int, int] = {}  # bytes of copies that others may not replace, by unit
         self._used: dict[int, Any] = {}  # of those, uses that last until a gradient has come
@@ -144,17 +145,18 @@ class InBackward(Stepper):
         nbytes = bytes_of(optimizer, master)
         units = set(self._homes[id(master)].units) if id(master) in self._homes else set()
         # Where a unit is cut, the uses of what is left of it wait until the batch is home.
-        is_full = self._bytes + nbytes > stepping.BATCH_BYTES and self._units.isdisjoint(units)
-        if not self._left or is_full:
-            if self._left:
+        batch = self._left[-1] if self._left else None
+        if batch is None or (
+            batch.nbytes + nbytes > stepping.BATCH_BYTES and self._units.isdisjoint(units)
+        ):
+            if batch is not None:
                 self._advance(optimizer)
-            self._left.append(Batch([]))
-            self._bytes = 0
+            batch = Batch([])
+            self._left.append(batch)
             self._units = set()
-        batch = self._left[-1]
         batch.gradients[id(master)] = gradient
         batch.parameters.append(master)
-        self._bytes += nbytes
+        batch.nbytes += nbytes
         self._units |= units
         self._taken[id(master)] = master
         self._keep_copy(master)
@@ -181,8 +183,7 @@ class InBackward(Stepper):
         if unit in self._kept or unit in self._rewritten or len(state.stamps.get(unit, ())) != 1:
             return False
         nbytes = sum(map(tensor_bytes, layer.masters.present))
-        arena = sum(segment.nbytes for segment in state.segments)
-        if (state.kept_bytes + nbytes) * _KEPT_OF_ARENA > arena:
+        if (state.kept_bytes + nbytes) * stepping.PART_OF_ARENA > state.arena_bytes():
             return False
         self._kept[unit] = nbytes
         state.kept_bytes += nbytes
@@ -201,14 +202,18 @@ class InBackward(Stepper):
             self._drop_kept(unit)
 
     def _advance(self, optimizer: Any) -> None:
-        """Let the states of the latest batch come, and step the one before, whose have."""
+        """Let the states of the latest batch come, and step what has waited longest for its own."""
         *before, latest = self._left
         self._bring(optimizer, latest)
-        for batch in before:
-            if not batch.is_home:
-                if batch.stepped is None:
-                    self._bring(optimizer, batch)  # what was used again has gone
-                self._step_batch(optimizer, batch)
+        waiting = [batch for batch in before if not batch.is_home]
+        nbytes = sum(batch.nbytes for batch in waiting)
+        for batch in waiting:
+            if nbytes <= self._at_most(_WAITING):
+                break
+            if batch.stepped is None:
+                self._bring(optimizer, batch)  # what was used again has gone
+            self._step_batch(optimizer, batch)
+            nbytes -= batch.nbytes
 
     def _bring(self, optimizer: Any, batch: Batch) -> None:
         if not batch.is_brought:
@@ -224,8 +229,8 @@ class InBackward(Stepper):
         super()._send_home(optimizer, batch)
         batch.gradients.clear()
         self._count_writes(batch.parameters)
-        # The stream waits for what those have sent that are before the latest one before this.
-        n = max(0, sum(other.is_home for other in self._left) - 1)
+        # The stream waits for what these have sent.
+        n = sum(other.is_home and other.sent <= self._joined for other in self._left)
         later = {unit for other in self._left[n:] for unit in other.units}
         for other in self._left[:n]:
             for unit in other.units - later:

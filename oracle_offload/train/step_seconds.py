@@ -66,7 +66,7 @@ def predict(optimizer: Any, kind: Any, state: DeviceState, managed: Container[in
     host = torch.device("cpu")
     on_host = _tried(optimizer, kind, host, managed, KINDS["cpu"](host).seconds_of)
     weights, states = on_host.nbytes, on_host.states
-    kept = min(weights, sum(segment.nbytes for segment in state.segments))
+    kept = min(weights, state.arena_bytes())
     there, home = weights - kept + weights + states, weights + states
     if state.simulated:
         dtype = torch.bfloat16  # nothing is computed of which the rate would depend on it

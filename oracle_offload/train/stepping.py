@@ -34,7 +34,9 @@ from ..errors import DriverError, OffloadError
 from ..layers.gradients import Gradients
 from .micro_batches.thread_state import Generators
 
-BATCH_BYTES = 192 << 20  # that are on the device at once: of one batch; there are four
+BATCH_BYTES = 192 << 20  # of Parameters that are stepped together, their gradients and states
+LEAVING = 4  # batches, whose copies home may be under way while further ones are stepped
+PART_OF_ARENA = 8  # such memory, of each kind, is an eighth of the arena at most
 _TRIAL_STEPS = 3
 _TRIAL_TENSORS = 3  # of each group
 _TRIAL_SIDE = 8
@@ -469,6 +471,8 @@ class Batch:
 
     Attributes
     ----------
+    nbytes : int
+        Of the Parameters, their gradients and states.
     gradients : dict
         Those that are on the device already, by the `id` of the Parameter.
     brought : list
@@ -484,9 +488,12 @@ class Batch:
         The same once they are stepped; None before. From then on only copies home are to be made.
     is_home : bool
         Whether those are queued.
+    sent : int
+        How many copies home were queued by then, of those that the stepper has open.
     """
 
     parameters: list[Tensor]
+    nbytes: int = 0
     gradients: dict[int, Tensor] = field(default_factory=dict)
     brought: list[_Row] = field(default_factory=list)
     is_brought: bool = False
@@ -495,6 +502,7 @@ class Batch:
     is_spent: bool = False
     stepped: list[_Row] | None = None
     is_home: bool = False
+    sent: int = 0
 
     def is_lost(self) -> bool:
         """Whether its step ended half-way, with gradients that are nowhere else."""
@@ -528,7 +536,7 @@ class Stepper:
         # Copies home that are queued, and what they read, until the stream waits for them.
         self._open: list[tuple[int, Tensor | None]] = []
         self._joined = 0  # of those
-        self._sent = 0  # of those, by the batches before the latest
+        self._leaving = 0  # bytes of the others
         self._is_home = False  # all of them have arrived
 
     def cover(self, optimizer: Any) -> None:
@@ -619,7 +627,7 @@ class Stepper:
 
     def _batches(self, optimizer: Any) -> Iterator[Batch]:
         """Yield what to step in turn, in the order of the groups."""
-        batch, nbytes = Batch([]), 0
+        batch = Batch([])
         self._note_fused(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -628,11 +636,11 @@ class Stepper:
                     continue
                 refuse_sparse(optimizer, parameter, gradient)
                 size = bytes_of(optimizer, parameter)
-                if batch.parameters and nbytes + size > BATCH_BYTES:
+                if batch.parameters and batch.nbytes + size > BATCH_BYTES:
                     yield batch
-                    batch, nbytes = Batch([]), 0
+                    batch = Batch([])
                 batch.parameters.append(parameter)
-                nbytes += size
+                batch.nbytes += size
         if batch.parameters:
             yield batch
 
@@ -845,7 +853,7 @@ class Stepper:
     # ---- home ----
 
     def _send_home(self, optimizer: Any, batch: Batch) -> None:
-        before, self._sent = self._sent, len(self._open)
+        before = len(self._open)
         for parameter, there, known in batch.stepped or ():
             home = self._homes.get(id(parameter))
             if home is None:
@@ -860,13 +868,15 @@ class Stepper:
             for name, value in known.items():
                 state[name] = self._state_home(value, state.get(name), home)
         self._let_go(batch)
-        # The next ones that come take the memory of those before. What the latest batch has sent
-        # may be under way: backward makes gradients in bursts, which copies need not keep up with.
-        while self._joined < before:
-            ticket, _ = self._open[self._joined]
+        batch.sent = len(self._open)
+        # What comes next takes the memory of what has left. The latest batch may be under way, and
+        # some more: backward makes gradients in bursts, which copies need not keep up with.
+        while self._joined < before and self._leaving > self._at_most(LEAVING):
+            ticket, held = self._open[self._joined]
             self.state.engine.trip_join(ticket, self.state.stream())
             self._open[self._joined] = ticket, None
             self._joined += 1
+            self._leaving -= 0 if held is None else tensor_bytes(held)
 
     def _state_home(self, value: Any, former: Any, home: Home | None) -> Any:
         """Return what the state is at home; its bytes are on their way there."""
@@ -913,6 +923,10 @@ class Stepper:
             return type(value)(self._state_home(v, before, home) for v, before in pairs)
         return value
 
+    def _at_most(self, batches: int) -> int:
+        """Return the bytes of some batches, or of the part of the arena that they may take."""
+        return min(batches * BATCH_BYTES, self.state.arena_bytes() // PART_OF_ARENA)
+
     def _send(self, there: Tensor, host: Tensor) -> None:
         """Let the bytes of a tensor go to where it is at home."""
         state, nbytes = self.state, tensor_bytes(there)
@@ -927,6 +941,7 @@ class Stepper:
         elif self._is_locked(host):
             trip_home, addresses = state.engine.trip_home, (host.data_ptr(), there.data_ptr())
             self._open.append((trip_home(*addresses, nbytes, stream), there))
+            self._leaving += nbytes
         else:
             state.engine.settle()  # copies of units may still read what the host writes next
             state.engine.download(host.data_ptr(), there.data_ptr(), nbytes, stream)
@@ -941,7 +956,7 @@ class Stepper:
             self._is_home = True
         while self._open:
             self._end_last(self._open)
-        self._joined = self._sent = 0
+        self._joined = self._leaving = 0
         self._is_home = False
 
     def _end_last(self, trips: list[tuple[int, Any]]) -> None:

@@ -407,7 +407,7 @@ FULL = {"link_gbps": 2.0, "memory_gbps": 60.0, "tflops": 0.5, "launch_s": 4e-6}
 @pytest.mark.parametrize("rounds", [1, 3, 0], ids=["one round", "three", "in backward"])
 def test_a_full_training_moves_and_takes_what_the_engine_does(rounds: int) -> None:
     """Of a model without biases, whose optimizer keeps two values of each weight."""
-    from oracle_offload.train import in_backward, stepping, stream_optimizer
+    from oracle_offload.train import stepping, stream_optimizer
 
     width, layers, early = 512, 24, rounds == 0
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
@@ -425,8 +425,8 @@ def test_a_full_training_moves_and_takes_what_the_engine_does(rounds: int) -> No
     assert ("gradients" in found.fit.host) is not early
     step = replace(found.step, micro_batches=rounds or 1, together=False)
     planned = speed_of(step, found.fit, found.question.card)
-    before = stepping.BATCH_BYTES, in_backward._KEPT_OF_ARENA
-    stepping.BATCH_BYTES, in_backward._KEPT_OF_ARENA = 4 << 20, 2
+    before = stepping.BATCH_BYTES, stepping.PART_OF_ARENA
+    stepping.BATCH_BYTES, stepping.PART_OF_ARENA = 4 << 20, 2
     try:
         with (
             simulator.device("rtx4090", **FULL, duplex_share=0.75),
@@ -447,7 +447,7 @@ def test_a_full_training_moves_and_takes_what_the_engine_does(rounds: int) -> No
                 stats = manager.state.engine.stats()
                 moved.append((stats["h2d_bytes"] + stats["brought_bytes"], stats["d2h_bytes"]))
     finally:
-        stepping.BATCH_BYTES, in_backward._KEPT_OF_ARENA = before
+        stepping.BATCH_BYTES, stepping.PART_OF_ARENA = before
     there, home = (after - before for after, before in zip(*moved[:1:-1], strict=True))
     # A place holds a whole layer, and one is brought ahead: at most two layers more in each of the
     # forwards, the backwards and the step. In backward the first layer's copy is not kept.

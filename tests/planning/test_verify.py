@@ -186,11 +186,11 @@ def test_a_time_beyond_the_interval(lora: Any) -> None:
 def test_a_full_training_is_as_it_was_planned(
     how: str, sim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from oracle_offload.train import in_backward, stepping, stream_optimizer
+    from oracle_offload.train import stepping, stream_optimizer
 
     # As in a real arena, there is room for what waits to be stepped.
     monkeypatch.setattr(stepping, "BATCH_BYTES", 1 << 20)
-    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 2)
+    monkeypatch.setattr(stepping, "PART_OF_ARENA", 2)
     net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
     found = oracle_offload.plan(
         net,

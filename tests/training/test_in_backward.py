@@ -170,7 +170,7 @@ def test_a_parameter_with_a_hook_is_stepped_afterwards(device):
 
 def test_no_copy_is_kept_for_an_optimizer_that_this_backward_steps_nothing_of(device, monkeypatch):
     """Another one steps in it, so that uses may be kept; these gradients go home."""
-    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 1)
+    monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
     managed = Late()
     with attached(managed, device, offload_percent=0.0) as manager:
         ours = [p for layer in managed.layers[3:] for p in layer.parameters()]
@@ -692,7 +692,7 @@ def test_a_use_that_no_gradient_follows_ends_with_the_backward(device, monkeypat
     """A hook sees the gradient: the copy that was kept for its step is not stepped."""
     if small_batches == "together":
         pytest.skip("in units of their own")
-    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 1)
+    monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
     managed = wide()
     resident = copy.deepcopy(managed).to(device)
     models = managed, resident
@@ -728,7 +728,7 @@ def test_what_backward_has_used_is_what_is_stepped(device, monkeypatch, percent,
     if small_batches == "together":
         pytest.skip("in units of their own")
     monkeypatch.setattr(stepping, "BATCH_BYTES", 4 * 4 * 128**2)  # a weight with its states
-    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 2)
+    monkeypatch.setattr(stepping, "PART_OF_ARENA", 2)
     managed = wide()
     resident = copy.deepcopy(managed).to(device)
     models = managed, resident
@@ -768,7 +768,7 @@ def test_a_copy_that_waits_to_be_stepped_may_be_used_again(device, monkeypatch, 
     if small_batches == "together":
         pytest.skip("in units of their own")
     monkeypatch.setattr(stepping, "BATCH_BYTES", 3 * 2 * 4 * 128**2)  # three weights at first
-    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 1)
+    monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
     managed = wide()
     resident = copy.deepcopy(managed).to(device)
     models = managed, resident
@@ -798,7 +798,7 @@ def test_a_copy_that_waits_to_be_stepped_may_be_used_again(device, monkeypatch, 
 
 def test_a_model_leaves_while_the_exception_of_its_backward_is_at_hand(device, monkeypatch):
     """Copies that waited to be stepped are in use until then."""
-    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 1)
+    monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
     managed = wide()
     manager = oracle_offload.attach(managed, device, offload_percent=0.0)
     optimizer = streamed(torch.optim.SGD(managed.parameters(), lr=0.1))
@@ -903,7 +903,7 @@ def test_where_a_unit_has_no_place_copies_that_wait_to_be_stepped_are_given_up(
     if small_batches == "together":
         pytest.skip("in units of their own")
     monkeypatch.setattr(stepping, "BATCH_BYTES", 1 << 30)
-    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 1)
+    monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
     managed = nn.Sequential(*(nn.Linear(*each) for each in itertools.pairwise(sizes)))
     models = managed, copy.deepcopy(managed).to(device)
     with attached(managed, device, offload_percent=1.0) as manager:
@@ -935,7 +935,7 @@ def test_where_a_unit_has_no_place_uses_that_wait_for_a_gradient_end(
     """Each of the first two is used twice: its gradient comes when what is between has computed."""
     if small_batches == "together":
         pytest.skip("in units of their own")
-    monkeypatch.setattr(in_backward, "_KEPT_OF_ARENA", 1)
+    monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
     sizes = [(32, 32), (32, 32), (32, 52), (52, 32), (32, 4)]
     managed = nn.Sequential(*(nn.Linear(*each) for each in sizes))
     models = managed, copy.deepcopy(managed).to(device)
