@@ -11,6 +11,8 @@ from torch._dynamo.utils import counters
 from transformers import Trainer, TrainingArguments, training_args
 from transformers.trainer_utils import get_last_checkpoint
 
+from oracle_offload.train.micro_batches import kernel_flags
+
 
 class Rows(torch.utils.data.Dataset):
     """Twelve fixed sequences."""
@@ -109,7 +111,15 @@ def test_training(tmp_path, options):
     compare(client, by_library=True)
 
 
-def test_compiled_by_the_trainer(tmp_path):
+@pytest.fixture
+def precisions():
+    """Put back what transformers allows a card's kernels for a compiled training."""
+    before = kernel_flags.now()
+    yield
+    kernel_flags.restore(before)
+
+
+def test_compiled_by_the_trainer(tmp_path, precisions):
     def client(side):
         torch._dynamo.reset()
         counters.clear()

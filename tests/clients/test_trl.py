@@ -13,6 +13,14 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.kernels import chunked_logprob
+
+
+@pytest.fixture(autouse=True)
+def in_plain_torch(monkeypatch):
+    """TRL's loss folds its tiles as on the host: its kernels want a card."""
+    monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", False)
+    monkeypatch.setattr(chunked_logprob, "_MM_OUT_DTYPE", False)
 
 
 class Sft(OnDevice, SFTConfig):
