@@ -200,9 +200,13 @@ void oo_plan_took(struct oo_plan *plan, uint32_t unit, double seconds) {
     u->seconds = counts ? seconds : before_s + (seconds - before_s) / 8;
 }
 
-void oo_plan_copied(struct oo_plan *plan, size_t bytes, double seconds) {
-    plan->copied_bytes = plan->copied_bytes * oo__memory + (double)bytes;
-    plan->copied_s = plan->copied_s * oo__memory + seconds;
+static void oo__copied(struct oo_copied *copied, size_t bytes, double seconds) {
+    copied->bytes = copied->bytes * oo__memory + (double)bytes;
+    copied->seconds = copied->seconds * oo__memory + seconds;
+}
+
+void oo_plan_copied(struct oo_plan *plan, uint32_t unit, size_t bytes, double seconds) {
+    oo__copied(&plan->copied[plan->units[unit].far], bytes, seconds);
 }
 
 void oo_plan_expect_seconds(struct oo_plan *plan, uint32_t unit, double seconds) {
@@ -212,16 +216,20 @@ void oo_plan_expect_seconds(struct oo_plan *plan, uint32_t unit, double seconds)
 
 /* It weighs as one copy does. */
 void oo_plan_expect_link(struct oo_plan *plan, double bps) {
-    if (plan->copied_s > 0 || !plan->n_units)
+    if (plan->copied[0].seconds > 0 || !plan->n_units)
         return;
     const size_t bytes = plan->units_bytes / plan->n_units;
-    oo_plan_copied(plan, bytes, (double)bytes / bps);
+    oo__copied(&plan->copied[0], bytes, (double)bytes / bps);
 }
 
 double oo_plan_seconds(const struct oo_plan *plan, uint32_t unit) {
     return plan->units[unit].seconds;
 }
 
-double oo_plan_link_bps(const struct oo_plan *plan) {
-    return plan->copied_s > 0 ? plan->copied_bytes / plan->copied_s : 0;
+static double oo__bps(const struct oo_copied *copied) {
+    return copied->seconds > 0 ? copied->bytes / copied->seconds : 0;
 }
+
+double oo_plan_link_bps(const struct oo_plan *plan) { return oo__bps(&plan->copied[0]); }
+
+double oo__disk_bps(const struct oo_plan *plan) { return oo__bps(&plan->copied[1]); }

@@ -242,6 +242,7 @@ static void oo__unit_take_parts(struct oo_engine *engine, struct oo_unit *unit,
         oo__label(engine, part->host, part->bytes, "masters of unit",
                   (uint32_t)(unit - engine->units));
     }
+    oo_plan_far(engine->plan, (uint32_t)(unit - engine->units), unit->on_disk);
 }
 
 int oo__may_fetch_ahead(const struct oo_engine *engine, const struct oo_unit *unit) {

@@ -81,6 +81,13 @@ void oo_plan_allow(struct oo_plan *plan, uint32_t unit, int ahead) {
     oo__ahead_reset(plan); /* it may have been passed over */
 }
 
+void oo_plan_far(struct oo_plan *plan, uint32_t unit, int far) {
+    if (plan->units[unit].far == far)
+        return;
+    plan->units[unit].far = far != 0;
+    plan->rounds.layout = OO_NOWHERE; /* others shall stay */
+}
+
 void oo_plan_pin(struct oo_plan *plan, uint32_t unit) {
     struct oo_plan_unit *u = &plan->units[unit];
     if (!u->pins++)

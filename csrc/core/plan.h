@@ -31,6 +31,8 @@ enum oo_status oo_plan_unit_add(struct oo_plan *plan, size_t bytes, uint32_t *un
 void oo_plan_unit_remove(struct oo_plan *plan, uint32_t unit);
 /* Whether the unit may be fetched ahead of its use (1 at first). */
 void oo_plan_allow(struct oo_plan *plan, uint32_t unit, int ahead);
+/* Whether a copy of the unit is read from a disk (0 at first). */
+void oo_plan_far(struct oo_plan *plan, uint32_t unit, int far);
 /* A pinned unit is not evicted; pins nest. */
 void oo_plan_pin(struct oo_plan *plan, uint32_t unit);
 void oo_plan_unpin(struct oo_plan *plan, uint32_t unit);
@@ -51,7 +53,7 @@ void oo_plan_measures(struct oo_plan *plan, uint32_t unit, int begins);
  * without waits for copies; and copies of so many bytes of units, as they are in the arena. Rounds
  * alone go by them, once both are known. */
 void oo_plan_took(struct oo_plan *plan, uint32_t unit, double seconds);
-void oo_plan_copied(struct oo_plan *plan, size_t bytes, double seconds);
+void oo_plan_copied(struct oo_plan *plan, uint32_t unit, size_t bytes, double seconds);
 /* What an earlier run has measured, which counts until it is measured here. */
 void oo_plan_expect_seconds(struct oo_plan *plan, uint32_t unit, double seconds);
 void oo_plan_expect_link(struct oo_plan *plan, double bps);

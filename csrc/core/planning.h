@@ -60,6 +60,7 @@ struct oo_plan_unit {
     uint32_t pins;
     uint64_t since; /* visits before its first pin */
     uint8_t ahead, removed;
+    uint8_t far;   /* on a disk */
     uint8_t stays; /* in use while others come and go, as what is lent to a whole model is */
 };
 
@@ -113,9 +114,11 @@ struct oo_plan {
     uint32_t misplaced;   /* units before this one have left if they were elsewhere */
     uint64_t pile_layout; /* the arena's layout that piles count in */
     struct oo_rounds rounds;
-    struct oo_turn *turns;         /* scratch */
-    double copied_bytes, copied_s; /* the latest copies */
-    size_t units_bytes;            /* all units that there are */
+    struct oo_turn *turns; /* scratch */
+    struct oo_copied {
+        double bytes, seconds;
+    } copied[2];        /* the latest copies: from memory, and from a disk */
+    size_t units_bytes; /* all units that there are */
     uint64_t allocations;
 };
 
@@ -154,6 +157,8 @@ void oo__learn_block(struct oo_plan *plan);
 uint64_t oo__forwards(const struct oo_plan *plan, enum oo_kind kind);
 /* Whether of all units that were used since this one was before, the seconds were known by then. */
 int oo__all_are_timed(const struct oo_plan *plan, const struct oo_trace_entry *current);
+/* As oo_plan_link_bps, of what is read from a disk. */
+double oo__disk_bps(const struct oo_plan *plan);
 /* Nothing to go by yet: forward in order of creation, backward against it; a recompute stays near.
  */
 uint64_t oo__guess_next_use(const struct oo_plan *plan, uint32_t unit);

@@ -26,7 +26,42 @@ static const size_t oo__quarters[OO_RINGS] = {4, 5, 6, 7, 8, 10, 12, 16, 20, 24,
 
 /* Whether it stays in any case: it is kept, or larger than those that may stream. */
 static int oo__must_stay(const struct oo_turn *turn, size_t largest) {
-    return turn->kept || turn->bytes > largest;
+    return turn->kept || turn->must > 0 || (!turn->must && turn->bytes > largest);
+}
+
+/* Whether it streams in any case. */
+static int oo__must_stream(const struct oo_turn *turn) { return !turn->kept && turn->must < 0; }
+
+static int oo__is_far(const struct oo_turn *turn) { return turn->far > 0; }
+
+/* What the link brings in the time that it takes. */
+static double oo__weight(const struct oo_turn *turn) {
+    return (double)turn->bytes * (oo__is_far(turn) ? turn->far : 1);
+}
+
+double oo_round_copies_s(const struct oo_turn *turns, size_t count, double link_bps) {
+    double ways[2] = {0, 0};
+    for (size_t i = 0; i < count; i++)
+        ways[oo__is_far(&turns[i])] += turns[i].stays ? 0 : oo__weight(&turns[i]);
+    return (ways[0] > ways[1] ? ways[0] : ways[1]) / link_bps;
+}
+
+/* What is on a disk stays if there is room for all of it, and for the largest of the others to
+ * stream; if not, all others stream. */
+static void oo__divide(struct oo_turn *turns, size_t count, size_t room) {
+    size_t needed = 0, largest = 0;
+    int any = 0;
+    for (size_t i = 0; i < count; i++) {
+        const int is_far = oo__is_far(&turns[i]);
+        any |= is_far;
+        if (is_far || turns[i].kept)
+            needed += turns[i].bytes;
+        else if (turns[i].bytes > largest)
+            largest = turns[i].bytes;
+    }
+    const int fits = needed + largest <= room;
+    for (size_t i = 0; i < count; i++)
+        turns[i].must = any && oo__is_far(&turns[i]) == fits ? (fits ? 1 : -1) : 0;
 }
 
 /* Bytes of those that do. */
@@ -62,7 +97,7 @@ static size_t oo__stay(struct oo_turn *turns, size_t count, size_t largest, size
         else
             rate->busy += turns[i].share;
         turns[i].stays = oo__must_stay(&turns[i], largest);
-        if (turns[i].stays)
+        if (turns[i].stays || oo__must_stream(&turns[i]))
             continue;
         owed += bytes;
         if (owed < bytes / 2)
@@ -88,13 +123,12 @@ static size_t oo__spread(struct oo_turn *turns, size_t count, size_t largest, si
     size_t total = 0;
     double shares = 0;
     for (size_t i = 0; i < count; i++) {
-        turns[i].share = by_seconds                          ? turns[i].seconds
-                         : oo__must_stay(&turns[i], largest) ? 0
-                                                             : (double)turns[i].bytes;
+        const int is_free = !oo__must_stay(&turns[i], largest) && !oo__must_stream(&turns[i]);
+        turns[i].share = by_seconds ? turns[i].seconds : is_free ? (double)turns[i].bytes : 0;
         shares += turns[i].share;
-        total += turns[i].bytes;
+        total += oo__must_stream(&turns[i]) ? 0 : turns[i].bytes;
     }
-    struct oo_rate rate = {.bytes = (double)(total - room) / shares,
+    struct oo_rate rate = {.bytes = total > room ? (double)(total - room) / shares : 0,
                            .ahead = by_seconds ? (double)ring : DBL_MAX};
     size_t held = 0;
     for (int i = 0; i <= OO_RATES; i++) {
@@ -106,7 +140,7 @@ static size_t oo__spread(struct oo_turn *turns, size_t count, size_t largest, si
     if (!by_seconds)
         return held;
     for (size_t i = 0; i < count; i++) /* what is left over */
-        if (!turns[i].stays && turns[i].bytes <= room - held) {
+        if (!turns[i].stays && !oo__must_stream(&turns[i]) && turns[i].bytes <= room - held) {
             turns[i].stays = 1;
             held += turns[i].bytes;
         }
@@ -156,9 +190,10 @@ static int oo__put(struct oo_ring *ring, struct oo_turn *turn) {
     return 1;
 }
 
-/* A copy begins when the one before it has ended and what was in its place has been used. */
+/* A copy begins when the one before it, of link or disk, has ended and what was in its place has
+ * been used. */
 double oo_round_seconds(struct oo_turn *turns, size_t count, size_t ring, double link_bps) {
-    double computed = 0, copied = 0, begin = 0;
+    double computed = 0, ways[2] = {0, 0}, begin = 0;
     struct oo_ring lies = {.bytes = ring, .first = turns + oo_round_first(turns, count)};
     for (size_t now = 0, ahead = 0; now < OO_LAPS * count; now++) {
         struct oo_turn *turn = &turns[now % count];
@@ -170,8 +205,9 @@ double oo_round_seconds(struct oo_turn *turns, size_t count, size_t ring, double
                 continue;
             if (!oo__put(&lies, next))
                 break;
-            copied = (copied > computed ? copied : computed) + (double)next->bytes / link_bps;
-            next->arrives = copied;
+            double *copied = &ways[oo__is_far(next)];
+            *copied = (*copied > computed ? *copied : computed) + oo__weight(next) / link_bps;
+            next->arrives = *copied;
         }
         if (ahead == now)
             return DBL_MAX; /* the ring does not hold it */
@@ -184,12 +220,16 @@ double oo_round_seconds(struct oo_turn *turns, size_t count, size_t ring, double
     return computed - begin;
 }
 
-/* The largest of those that are not kept and smaller than `bytes`; 0: there is none. */
+/* The largest of those that may stream and are smaller than `bytes`; 0: there is none, or one that
+ * has to stream is larger. */
 static size_t oo__next_size(const struct oo_turn *turns, size_t count, size_t bytes) {
     size_t next = 0;
-    for (size_t i = 0; i < count; i++)
-        if (!turns[i].kept && turns[i].bytes < bytes && turns[i].bytes > next)
+    for (size_t i = 0; i < count; i++) {
+        if (bytes != SIZE_MAX && oo__must_stream(&turns[i]) && turns[i].bytes >= bytes)
+            return 0;
+        if (!turns[i].kept && turns[i].must <= 0 && turns[i].bytes < bytes && turns[i].bytes > next)
             next = turns[i].bytes;
+    }
     return next;
 }
 
@@ -216,11 +256,9 @@ static size_t oo__settle(struct oo_turn *turns, size_t count, size_t room, doubl
                          int alone) {
     struct oo_way ways[2 * OO_SIZES * OO_RINGS] = {{0}}, *end = ways;
     size_t slot = oo__next_size(turns, count, SIZE_MAX), held = oo__held(turns, count, slot);
-    double least = DBL_MAX, kernels_s = 0, bytes = 0;
-    for (size_t i = 0; i < count; i++) {
+    double least = DBL_MAX, kernels_s = 0;
+    for (size_t i = 0; i < count; i++)
         kernels_s += turns[i].seconds;
-        bytes += (double)turns[i].bytes;
-    }
     for (int kind = 0; kind < 2 * OO_SIZES; kind++) {
         for (int i = 0; i < OO_RINGS && (alone || kind % 2 == 0); i++) {
             if (!alone && oo__quarters[i] % OO_SLOT)
@@ -228,7 +266,7 @@ static size_t oo__settle(struct oo_turn *turns, size_t count, size_t room, doubl
             const size_t ring = oo__ring(oo__quarters[i], slot, room - held);
             *end = (struct oo_way){.slot = slot, .ring = ring, .by_seconds = kind % 2};
             end->held = oo__go(turns, count, room, end);
-            const double copies_s = (bytes - (double)end->held) / link_bps;
+            const double copies_s = oo_round_copies_s(turns, count, link_bps);
             if (copies_s > oo_round_nearly(least)) /* and more with a larger ring */
                 break;
             end->seconds = oo_round_seconds(turns, count, room - end->held, link_bps);
@@ -244,7 +282,7 @@ static size_t oo__settle(struct oo_turn *turns, size_t count, size_t room, doubl
             continue;
         slot = oo__next_size(turns, count, slot);
         held = oo__held(turns, count, slot);
-        if (held + slot > room) /* so it is where no size is left, as all would stay */
+        if (!slot || held + slot > room) /* no size is left, or all would stay */
             break;
     }
     const struct oo_way *best = ways;
@@ -269,6 +307,7 @@ size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double 
             turns[i].stays = 1;
         return total;
     }
+    oo__divide(turns, count, room);
     if (link_bps > 0 && seconds > 0)
         return oo__settle(turns, count, room, link_bps, alone);
     const size_t slot = oo__next_size(turns, count, SIZE_MAX);

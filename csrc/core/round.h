@@ -12,9 +12,11 @@ struct oo_turn {
     int kept, stays;
     size_t bytes;
     double seconds; /* from its begin to the next one's, without waits for copies */
+    double far;     /* 0: it is in memory; else on a disk, and a byte takes so many times as long */
     /* Scratch: */
     double arrives, share;
     size_t taken;
+    int must; /* 1: stay; -1: stream */
 };
 
 /* Decide which units stay in `room`: turns are in order of use, and those that stay are spread
@@ -23,7 +25,8 @@ struct oo_turn {
  * too. What they leave is a ring for the others. The larger it is, the earlier a copy can begin,
  * and the more bytes are copied: the seconds show what is enough. They also show whether the
  * largest units can all stay, so that the ring need not hold one. With a `link_bps` of 0 they are
- * not known. Returns the bytes that stay. Those that are `kept` do, whatever else is decided. */
+ * not known. Returns the bytes that stay. Those that are `kept` do, whatever else is decided. What
+ * is on a disk is read least if it goes first: no other stays while any of it streams. */
 size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double link_bps,
                        int alone);
 
@@ -37,6 +40,9 @@ static inline double oo_round_nearly(double least) { return least * 1.005; }
  * seconds are known to judge by. `count`: none, as all of them are of one size, and nothing is left
  * over. */
 size_t oo_round_first(const struct oo_turn *turns, size_t count);
+
+/* Seconds that link and disk, side by side, have to bring what streams. */
+double oo_round_copies_s(const struct oo_turn *turns, size_t count, double link_bps);
 
 /* Seconds of a round where those stay that are marked, and the others stream through `ring` bytes;
  * DBL_MAX where these do not hold them. */

@@ -34,13 +34,17 @@ static void oo__guess_seconds(struct oo_turn *turns, size_t count) {
  * that count. */
 static size_t oo__turns(struct oo_plan *plan, uint64_t visits) {
     size_t count = 0, again = 0;
+    const double link_bps = oo_plan_link_bps(plan), disk_bps = oo__disk_bps(plan);
+    const double farther = link_bps > 0 && disk_bps > 0 ? link_bps / disk_bps : 1;
     plan->marks++;
     for (uint64_t i = plan->match + 1; i <= plan->match + visits; i++) {
         const struct oo_trace_entry *visit = oo__visit_at(plan, i);
         const struct oo_plan_unit *unit = oo__first_met(plan, i);
         if (unit)
-            plan->turns[count++] = (struct oo_turn){
-                .unit = visit->unit, .bytes = unit->bytes, .seconds = unit->seconds};
+            plan->turns[count++] = (struct oo_turn){.unit = visit->unit,
+                                                    .bytes = unit->bytes,
+                                                    .seconds = unit->seconds,
+                                                    .far = unit->far ? farther : 0};
         else if (visit->previous + 1 != i && ++again > count)
             return 0;
     }
@@ -64,9 +68,11 @@ static void oo__find_first(struct oo_plan *plan, size_t count) {
     plan->rounds.first = first < count ? plan->turns[first].unit : OO_NO_UNIT;
 }
 
-/* The link's speed, by which rounds are laid; 0: without seconds. */
+/* The link's speed, by which rounds are laid; the disk's, where that alone is known. 0: without
+ * seconds. */
 static double oo__round_bps(const struct oo_plan *plan) {
-    return plan->rounds.timed ? oo_plan_link_bps(plan) : 0;
+    const double link_bps = oo_plan_link_bps(plan);
+    return !plan->rounds.timed ? 0 : link_bps > 0 ? link_bps : oo__disk_bps(plan);
 }
 
 /* A ring that is larger than the seconds ask for, as they are known by now, costs bytes: in what it
@@ -95,8 +101,8 @@ static int oo__spread_pays(struct oo_plan *plan, size_t count, size_t ring, size
                            int times) {
     const struct oo_rounds *rounds = &plan->rounds;
     uint64_t number = rounds->count > rounds->before ? rounds->count : rounds->before;
-    const double bps = oo__round_bps(plan), total = (double)plan->arena.total_bytes;
-    double as_is_bytes = 0, bytes = 0, kernels_s = 0;
+    const double bps = oo__round_bps(plan);
+    double kernels_s = 0, farthest = 1;
     if (bps <= 0)
         return 1;
     if (!rounds->between && number < OO_ROUNDS_TO_COME)
@@ -104,16 +110,16 @@ static int oo__spread_pays(struct oo_plan *plan, size_t count, size_t ring, size
     oo__mark_laid(plan, count);
     for (size_t i = 0; i < count; i++) {
         kernels_s += plan->turns[i].seconds;
-        bytes += (double)plan->turns[i].bytes;
-        as_is_bytes += plan->turns[i].stays ? 0 : (double)plan->turns[i].bytes;
+        farthest = plan->turns[i].far > farthest ? plan->turns[i].far : farthest;
     }
+    const double moved_s = (double)plan->arena.total_bytes * farthest / bps;
+    const double as_is_copies_s = oo_round_copies_s(plan->turns, count, bps);
     const double as_is = oo_round_seconds(plan->turns, count, plan->arena.total_bytes - ring, bps);
     const size_t held = oo_round_settle(plan->turns, count, room, bps, !rounds->between);
     const double spread = oo_round_seconds(plan->turns, count, room - held, bps);
     return (rounds->newly_timed && spread <= oo_round_nearly(kernels_s) &&
-            as_is_bytes > oo_round_nearly(bytes - (double)held)) ||
-           (as_is > oo_round_nearly(spread) &&
-            (as_is - spread) * (double)number > times * total / bps);
+            as_is_copies_s > oo_round_nearly(oo_round_copies_s(plan->turns, count, bps))) ||
+           (as_is > oo_round_nearly(spread) && (as_is - spread) * (double)number > times * moved_s);
 }
 
 /* Where a segment ends, what does not fit into it begins in the next one. */

@@ -136,8 +136,8 @@ static int oo__harvest_one(struct oo_engine *engine) {
             stats->h2d_timed_bytes += span->bytes;
             if (span->sent > engine->copies.left)
                 engine->copies.left = span->sent;
-            oo_plan_copied(engine->plan, oo__becomes(&engine->units[span->unit], span->bytes),
-                           seconds);
+            oo_plan_copied(engine->plan, span->unit,
+                           oo__becomes(&engine->units[span->unit], span->bytes), seconds);
             break;
         case OO_TRACE_D2H:
             stats->d2h_seconds += seconds;

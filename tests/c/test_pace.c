@@ -286,7 +286,7 @@ static void test_the_link_of_an_earlier_run_is_forgotten(void) {
     CHECK(llabs((long long)link_bps - 1000000000000) < 1000, "%llu B/s",
           (unsigned long long)link_bps);
     for (int i = 0; i < 8; i++)
-        oo_plan_copied(w.engine->plan, bytes, (double)bytes / 1e9);
+        oo_plan_copied(w.engine->plan, 0, bytes, (double)bytes / 1e9);
     need(oo_engine_pace(w.engine, w.model, NULL, 0, &count, &link_bps), "pace");
     CHECK(link_bps > 1000000000 && link_bps < 1200000000, "%llu B/s", (unsigned long long)link_bps);
     world_close(&w, "the link");

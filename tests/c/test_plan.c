@@ -563,7 +563,7 @@ static void test_samples_stream_through_a_ring(void) {
             for (unsigned unit = 0; known && unit < m.n; unit++)
                 oo_plan_took(plan, unit, (double)m.bytes[unit] / 1e9);
             if (known)
-                oo_plan_copied(plan, 3000, 1e-6);
+                oo_plan_copied(plan, 0, 3000, 1e-6);
             for (int sweep = 0; sweep < 12; sweep++)
                 run(plan, &m, m.step, m.n);
             size_t streak = 0, longest = 0, bytes = 0;
@@ -606,7 +606,7 @@ static void many_samples(double seconds_per_byte) {
     for (unsigned unit = 0; seconds_per_byte > 0 && unit < m.n; unit++)
         oo_plan_took(plan, unit, (double)m.bytes[unit] * seconds_per_byte);
     if (seconds_per_byte > 0)
-        oo_plan_copied(plan, 3000, 3000.0 / LINK_BPS);
+        oo_plan_copied(plan, 0, 3000, 3000.0 / LINK_BPS);
     for (int preview = 0; preview < 3; preview++) {
         for (int step = 0; step < 6; step++) {
             const struct outcome o = run(plan, &m, m.step, m.n_visits);
@@ -653,7 +653,7 @@ static double samples_told(const struct model *m, size_t capacity, const double 
     c = (struct clocks){0};
     *slowest = 0;
     srand(1);
-    oo_plan_copied(plan, 3000, 3000.0 / LINK_BPS);
+    oo_plan_copied(plan, 0, 3000, 3000.0 / LINK_BPS);
     for (int sample = 0; sample < 34; sample++) {
         for (unsigned unit = 0; unit < m->n; unit++)
             oo_plan_took(plan, unit,
@@ -701,7 +701,7 @@ static double samples_told_late(const struct model *m, size_t capacity, int samp
         for (unsigned unit = 0; late == -1 && unit < m->n; unit++)
             oo_plan_expect_seconds(plan, unit, kernels_s[unit]);
     }
-    oo_plan_copied(plan, 3000, 3000.0 / LINK_BPS);
+    oo_plan_copied(plan, 0, 3000, 3000.0 / LINK_BPS);
     for (int sample = 0; sample < samples; sample++) {
         for (unsigned unit = 0; unit < m->n; unit++)
             if (sample == (unit < first ? 1 : late))
@@ -776,7 +776,7 @@ static void test_seconds_that_training_makes_known_move_nobody(void) {
         const size_t capacity = aligned(m.total / 100 * (size_t)percent);
         struct oo_plan *plan = plan_of(&m, capacity);
         c = (struct clocks){0};
-        oo_plan_copied(plan, 3000, 3000.0 / LINK_BPS);
+        oo_plan_copied(plan, 0, 3000, 3000.0 / LINK_BPS);
         for (int sample = 0; sample < 4; sample++)
             timed_round(plan, &m, &c, m.n);
         for (unsigned unit = 0; unit + 1 < m.n; unit++)
@@ -837,7 +837,7 @@ static void test_a_ring_shrinks_once_the_seconds_are_known(void) {
             for (unsigned unit = 0; sample == 4 && unit < m.n; unit++)
                 oo_plan_took(plan, unit, 9.0 * (double)m.bytes[unit] / LINK_BPS);
             if (sample == 4)
-                oo_plan_copied(plan, 3000, 3000.0 / LINK_BPS);
+                oo_plan_copied(plan, 0, 3000, 3000.0 / LINK_BPS);
         }
         CHECK(after + m.largest <= before, "%zu bytes, %zu before", after, before);
         oo_plan_destroy(plan);
@@ -863,7 +863,7 @@ static void test_others_stay_for_fewer_bytes_only_while_kernels_take_all_the_tim
                              (by_kernels ? 2.0 : 0.2) * (unit % 3 ? 1.3 : 0.4) *
                                  (double)m.bytes[unit] / LINK_BPS);
             if (sample == 4)
-                oo_plan_copied(plan, 3000, 3000.0 / LINK_BPS);
+                oo_plan_copied(plan, 0, 3000, 3000.0 / LINK_BPS);
         }
         printf("%s: %.3f of what is missing\n", by_kernels ? "kernels" : "the link", loaded);
         CHECK(!by_kernels || loaded <= 1.018, "%.3f of what is missing", loaded);
@@ -1191,7 +1191,7 @@ static void test_rounds_within_a_round(void) {
             for (unsigned unit = 0; known && unit < m.n; unit++)
                 oo_plan_took(plan, unit, (double)m.bytes[unit] * 0.9e-9);
             if (known)
-                oo_plan_copied(plan, 3000, 3000.0 / LINK_BPS);
+                oo_plan_copied(plan, 0, 3000, 3000.0 / LINK_BPS);
             for (int step = 0; step < 4; step++)
                 run(plan, &m, training, 2 * DENOISER);
             for (int picture = 0; picture < 4; picture++) {
@@ -1258,7 +1258,7 @@ static void test_training_begins_after_samples(void) {
             c = (struct clocks){0};
             for (unsigned unit = 0; unit < m.n; unit++)
                 oo_plan_took(plan, unit, 0.2 * (double)m.bytes[unit] / LINK_BPS);
-            oo_plan_copied(plan, 3000, 3000.0 / LINK_BPS);
+            oo_plan_copied(plan, 0, 3000, 3000.0 / LINK_BPS);
             for (int sample = 0; sample < 12; sample++)
                 timed_round(plan, &m, &c, m.n);
             for (int step = 0; step < 4; step++) {

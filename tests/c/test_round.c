@@ -301,6 +301,67 @@ static void test_all_stay_where_there_is_room(void) {
     CHECK(settle_alike(100, 100, 0.1, 9999, LINK_BPS) < 10000, "it does not fit");
 }
 
+/* Two of three are on a disk, a fifth as fast as the link. */
+static void settle_far(size_t count, double seconds) {
+    for (size_t i = 0; i < count; i++)
+        turns[i] =
+            (struct oo_turn){.bytes = 100, .seconds = seconds, .far = i % 3 ? 5.0 : 0, .kept = 0};
+}
+
+static void test_what_is_on_a_disk_stays_first(void) {
+    static const double seconds[] = {0, 0.02, 0.3, 2};
+    for (size_t s = 0; s < 4; s++) {
+        settle_far(300, seconds[s]);
+        const size_t held = oo_round_settle(turns, 300, 9000, LINK_BPS, 1);
+        size_t far[3] = {0};
+        for (size_t i = 0; i < 300; i++) {
+            CHECK(!turns[i].stays || turns[i].far > 0, "unit %zu is in memory, and stays", i);
+            far[i / 100] += turns[i].stays ? 1 : 0;
+        }
+        CHECK(held == held_by(300) && held >= 8600, "%zu bytes stay", held);
+        for (size_t i = 0; i < 3; i++)
+            CHECK(far[i] + 3 >= held / 300 && far[i] <= held / 300 + 3, "%zu stay in a third",
+                  far[i]);
+    }
+}
+
+/* Where all of them stay, others do in what is left, which has a slot for those that stream. */
+static void test_all_that_is_on_a_disk_stays_if_it_fits(void) {
+    static const size_t rooms[] = {20100, 20150, 21000, 26000};
+    for (size_t s = 0; s < 4; s++) {
+        settle_far(300, 0.3);
+        const size_t held = oo_round_settle(turns, 300, rooms[s], LINK_BPS, 1);
+        for (size_t i = 0; i < 300; i++)
+            CHECK(turns[i].stays || turns[i].far <= 0, "unit %zu is read from the disk", i);
+        CHECK(held <= rooms[s] - 100 && held >= rooms[s] - 400, "%zu of %zu bytes stay", held,
+              rooms[s]);
+    }
+    settle_far(300, 0.3);
+    const size_t held = oo_round_settle(turns, 300, 20099, LINK_BPS, 1);
+    CHECK(held >= 19600 && held < 20000, "%zu bytes stay", held);
+}
+
+/* A ring holds what has to stream, however large that is. */
+static void test_a_ring_holds_the_largest_in_memory(void) {
+    for (size_t i = 0; i < 300; i++)
+        turns[i] =
+            (struct oo_turn){.bytes = i % 3 ? 40 : 100, .seconds = 0.3, .far = i % 3 ? 5.0 : 0};
+    const size_t held = oo_round_settle(turns, 300, 4000, LINK_BPS, 1);
+    CHECK(held == held_by(300) && held <= 3900 && held >= 3500, "%zu bytes stay", held);
+    CHECK(oo_round_seconds(turns, 300, 4000 - held, LINK_BPS) < 1e6, "one has no place");
+}
+
+/* Link and disk work side by side. */
+static void test_link_and_disk_take_the_longer_of_the_two(void) {
+    settle_far(300, 0);
+    CHECK(oo_round_copies_s(turns, 300, LINK_BPS) == 200 * 0.5, "the disk takes longer");
+    const double seconds = oo_round_seconds(turns, 300, 1000, LINK_BPS);
+    CHECK(seconds >= 100 && seconds < 101, "%.3f s", seconds);
+    for (size_t i = 0; i < 300; i++)
+        turns[i].stays = i % 3 != 0;
+    CHECK(oo_round_copies_s(turns, 300, LINK_BPS) == 100 * 0.1, "the link does");
+}
+
 static void test_those_that_stay_are_spread_evenly(void) {
     for (unsigned seed = 1; seed <= 50; seed++) {
         size_t total = 0, largest = 0, before = 0, held = 0;
@@ -327,6 +388,10 @@ static void test_those_that_stay_are_spread_evenly(void) {
 
 static const struct check_case cases[] = {
     CASE(test_hardly_any_choice_is_faster),
+    CASE(test_what_is_on_a_disk_stays_first),
+    CASE(test_all_that_is_on_a_disk_stays_if_it_fits),
+    CASE(test_a_ring_holds_the_largest_in_memory),
+    CASE(test_link_and_disk_take_the_longer_of_the_two),
     CASE(test_a_ring_has_an_end),
     CASE(test_the_ring_is_no_larger_than_the_seconds_ask_for),
     CASE(test_a_ring_may_end_within_a_slot),

@@ -306,7 +306,7 @@ static void one_call(struct model *m, struct input *in) {
     }
     if ((kind == OO_FORWARD || kind == OO_RECORDED) && call < 8) {
         oo_plan_took(m->plan, unit, (double)below(in, 100) / 10);
-        oo_plan_copied(m->plan, below(in, 4) * GRAIN, 0.5);
+        oo_plan_copied(m->plan, unit, below(in, 4) * GRAIN, 0.5);
     }
     (void)oo_plan_block_bytes(m->plan);
 }
