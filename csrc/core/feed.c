@@ -135,6 +135,9 @@ static int oo__slot_wait(struct oo_engine *engine, unsigned slot, struct oo_fail
     const OOCUevent busy = ring->busy[slot]->handle;
     /* H5: a queued copy may still read what this piece held. */
     if (!ring->lost[slot]) {
+        const OOCUresult passed = oo__simulated_await(engine, ring->busy[slot]);
+        if (passed != OOCU_ERROR_NOT_SUPPORTED)
+            return oo__works(failure, "simAwait", passed);
         const OOCUresult ended = engine->driver.cuEventQuery(busy);
         if (ended != OOCU_ERROR_NOT_READY)
             return oo__works(failure, "cuEventQuery", ended);
@@ -149,16 +152,19 @@ static int oo__slot_wait(struct oo_engine *engine, unsigned slot, struct oo_fail
 
 /* Bring the piece's bytes into `room`: from the file where they are in one, else from memory.
  * Returns where they are there; NULL: `failure`. */
-static const char *oo__piece_bring(const struct oo_piece *piece, char *room,
-                                   struct oo_failure *failure, struct oo_costs *costs) {
-    int is_read;
+static const char *oo__piece_bring(const struct oo_engine *engine, const struct oo_piece *piece,
+                                   char *room, struct oo_failure *failure, struct oo_costs *costs) {
+    int is_read = 1, wanted;
     if (!oo__disk_of(piece->part)) {
         memcpy(room, piece->host, piece->bytes);
         return room;
     }
     const uint64_t begin = oo__nanoseconds();
+    if (!oo__works(failure, "simRead", oo__simulated_read(engine, piece->bytes, &wanted)))
+        return NULL;
     const char *bytes =
-        oo__disk_bring(piece->part, piece->host, piece->bytes, room, failure, &is_read);
+        wanted ? oo__disk_bring(piece->part, piece->host, piece->bytes, room, failure, &is_read)
+               : room + oo__disk_skew(piece->host);
     if (is_read) {
         costs->disk_nanoseconds += oo__nanoseconds() - begin;
         costs->disk_bytes += bytes ? piece->bytes : 0;
@@ -175,7 +181,7 @@ static int oo__copy_staged(struct oo_engine *engine, const struct oo_piece *piec
         !oo__works(failure, "simHostAccess",
                    oo__declare_access(engine, staging, ring->piece_bytes, 1)))
         return 0;
-    const char *bytes = oo__piece_bring(piece, staging, failure, costs);
+    const char *bytes = oo__piece_bring(engine, piece, staging, failure, costs);
     if (!bytes)
         return 0;
     ring->lost[slot] = 1; /* until the copy's end is marked */
@@ -210,7 +216,7 @@ static int oo__copy_read(struct oo_engine *engine, const struct oo_piece *piece,
     if (!room)
         return oo__works(failure, "mmap", OOCU_ERROR_OUT_OF_MEMORY);
     struct oo_piece read = *piece;
-    read.host = oo__piece_bring(piece, room, failure, costs);
+    read.host = oo__piece_bring(engine, piece, room, failure, costs);
     const int works = read.host && oo__copy_as_it_is(engine, &read, failure, costs);
     oo__pages_unmap(room, oo__ring_piece_bytes);
     return works;
@@ -463,6 +469,23 @@ static void oo__feed_count(struct oo_engine *engine, uint32_t id) {
     feed->open = !feed->arrives;
 }
 
+/* Wait until a copy thread has done something, perhaps. Under the feeder's mutex. In virtual time
+ * all of them are waited for that have or find something to do, so that nothing is queued late;
+ * then it passes, unless one has ended `feed` meanwhile (NULL: any). */
+static void oo__feeder_wait(struct oo_engine *engine, const struct oo_feed *feed) {
+    struct oo_feeder *feeder = &engine->feeder;
+    const unsigned busy = oo__queue_next(feeder) ? feeder->n_threads : feeder->n_active;
+    oo__mutex_unlock(feeder->mutex);
+    const int all = oo__simulated_readers(engine, busy);
+    oo__mutex_lock(feeder->mutex);
+    if (feed ? !feed->running : !feeder->n_running)
+        return;
+    if (all < 0)
+        oo__mutex_wait(feeder->mutex, oo__clock_s() + oo__idle_s);
+    else if (all)
+        oo__simulated_pass(engine);
+}
+
 enum oo_status oo__feed_await(struct oo_engine *engine, uint32_t id) {
     struct oo_feeder *feeder = &engine->feeder;
     struct oo_feed *feed = engine->units[id].feed;
@@ -474,7 +497,7 @@ enum oo_status oo__feed_await(struct oo_engine *engine, uint32_t id) {
     /* H9: until the copy threads have recorded `ready`, a stream that waits for it waits for
      * nothing. */
     while (feed->running)
-        oo__mutex_wait(feeder->mutex, oo__clock_s() + oo__idle_s);
+        oo__feeder_wait(engine, feed);
     oo__mutex_unlock(feeder->mutex);
     engine->stats.feed_wait_seconds += (double)(oo__nanoseconds() - begin) * 1e-9;
     oo__feed_count(engine, id);
@@ -503,7 +526,7 @@ void oo__feed_stop(struct oo_engine *engine, uint32_t id) {
     /* H10: a copy thread may still be reading the masters, and queue a copy over the unit's bytes,
      * which are another's from now on. */
     while (feed->running)
-        oo__mutex_wait(feeder->mutex, oo__clock_s() + oo__idle_s);
+        oo__feeder_wait(engine, feed);
     oo__mutex_unlock(feeder->mutex);
     oo__feed_count(engine, id);
 }
@@ -526,7 +549,7 @@ void oo__feeds_await(struct oo_engine *engine) {
     oo__mutex_lock(feeder->mutex);
     /* H10: pieces of a ring that goes may be taken. */
     while (feeder->n_running)
-        oo__mutex_wait(feeder->mutex, oo__clock_s() + oo__idle_s);
+        oo__feeder_wait(engine, NULL);
     oo__mutex_unlock(feeder->mutex);
 }
 

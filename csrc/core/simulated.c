@@ -32,6 +32,25 @@ enum oo_status oo__host_access(struct oo_engine *engine, const void *memory, siz
     return oo__check(engine, "simHostAccess", oo__declare_access(engine, memory, bytes, is_write));
 }
 
+OOCUresult oo__simulated_read(const struct oo_engine *engine, size_t bytes, int *wanted) {
+    *wanted = 1;
+    return engine->driver.simRead ? engine->driver.simRead(bytes, wanted) : OOCU_SUCCESS;
+}
+
+OOCUresult oo__simulated_await(const struct oo_engine *engine, const struct oo_event *event) {
+    return engine->driver.simAwait ? engine->driver.simAwait(event->handle)
+                                   : OOCU_ERROR_NOT_SUPPORTED;
+}
+
+int oo__simulated_readers(const struct oo_engine *engine, unsigned expected) {
+    unsigned blocked = 0;
+    if (!engine->driver.simReaders || engine->driver.simReaders(expected, &blocked) != OOCU_SUCCESS)
+        return -1;
+    return expected && blocked >= expected;
+}
+
+void oo__simulated_pass(const struct oo_engine *engine) { (void)engine->driver.simPass(); }
+
 double oo__host_clock_s(const struct oo_engine *engine) {
     double seconds = 0;
     if (engine->driver.simClock)

@@ -14,6 +14,17 @@ OOCUresult oo__declare_access(const struct oo_engine *engine, const void *memory
                               int is_write);
 enum oo_status oo__host_access(struct oo_engine *engine, const void *memory, size_t bytes,
                                int is_write);
+/* A copy thread reads so many bytes of a file, which takes virtual time where the simulated device
+ * has a disk. `*wanted`: 0 where the bytes need not be there, as copies move none. */
+OOCUresult oo__simulated_read(const struct oo_engine *engine, size_t bytes, int *wanted);
+/* A copy thread waits for the event in virtual time, of which there is none where this returns
+ * OOCU_ERROR_NOT_SUPPORTED. */
+OOCUresult oo__simulated_await(const struct oo_engine *engine, const struct oo_event *event);
+/* Whether `expected` copy threads, no matter how soon, wait in virtual time: 1, 0, or -1 where
+ * there is none. */
+int oo__simulated_readers(const struct oo_engine *engine, unsigned expected);
+/* All of them do: let time pass until one goes on. */
+void oo__simulated_pass(const struct oo_engine *engine);
 /* The host's clock, in seconds since no matter when: on the simulated driver its virtual one. */
 double oo__host_clock_s(const struct oo_engine *engine);
 /* Whether the simulated driver collects work before it hands it over; 0 if there is none to ask. */

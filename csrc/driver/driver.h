@@ -71,6 +71,10 @@
                                                  const OOSimRange *writes, size_t n_writes, double seconds)) \
   X(simHostAccess,             0,     OPTIONAL, (const void *ptr, size_t bytes, int is_write)) \
   X(simExpectPageable,         0,     OPTIONAL, (const void *ptr)) \
+  X(simRead,                   0,     OPTIONAL, (size_t bytes, int *wanted)) \
+  X(simAwait,                  0,     OPTIONAL, (OOCUevent event)) \
+  X(simReaders,                0,     OPTIONAL, (unsigned expected, unsigned *blocked)) \
+  X(simPass,                   0,     OPTIONAL, (void)) \
   X(simSubmitsLate,            0,     OPTIONAL, (int *late)) \
   X(simClock,                  0,     OPTIONAL, (double *seconds)) \
   X(simLabelRange,             0,     OPTIONAL, (const void *ptr, size_t bytes, const char *label)) \

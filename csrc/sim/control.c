@@ -29,14 +29,16 @@ static const struct {
     struct sim_device device;
 } presets[] = {
     {"rtx3090",
-     {"Simulated RTX 3090", 24, 2.5e-6, 24 * 1073741824.0, 60, 936, 5e-6, 8, 6, 0, 0, 1}},
+     {"Simulated RTX 3090", 24, 2.5e-6, 24 * 1073741824.0, 60, 936, 5e-6, 8, 6, 0, 0, 1, 0, 0}},
     {"rtx4090",
-     {"Simulated RTX 4090", 25, 2.5e-6, 24 * 1073741824.0, 110, 1008, 5e-6, 8, 9, 0, 0, 1}},
+     {"Simulated RTX 4090", 25, 2.5e-6, 24 * 1073741824.0, 110, 1008, 5e-6, 8, 9, 0, 0, 1, 0, 0}},
     {"rtx5090",
-     {"Simulated RTX 5090", 50, 2.5e-6, 32 * 1073741824.0, 150, 1792, 5e-6, 12, 0, 0, 0, 1}},
+     {"Simulated RTX 5090", 50, 2.5e-6, 32 * 1073741824.0, 150, 1792, 5e-6, 12, 0, 0, 0, 1, 0, 0}},
     /* The H200's matrix units and link; memory and its rate are NVIDIA's of the H100 SXM. */
-    {"h100", {"Simulated H100", 55, 2.5e-6, 80 * 1073741824.0, 700, 3350, 5e-6, 9, 0, 0, 0, 1}},
-    {"h200", {"Simulated H200", 55, 2.5e-6, 141 * 1073741824.0, 700, 4800, 5e-6, 9, 0, 0, 0, 1}},
+    {"h100",
+     {"Simulated H100", 55, 2.5e-6, 80 * 1073741824.0, 700, 3350, 5e-6, 9, 0, 0, 0, 1, 0, 0}},
+    {"h200",
+     {"Simulated H200", 55, 2.5e-6, 141 * 1073741824.0, 700, 4800, 5e-6, 9, 0, 0, 0, 1, 0, 0}},
 };
 
 void *sim__grow(void *array, size_t *capacity, size_t needed, size_t size) {
@@ -289,8 +291,8 @@ OOCUresult simSetDevice(int ordinal, const struct sim_device *device) {
         !(device->copy_latency_s >= 0) || !(device->memory_bytes >= 0) || !(device->tflops > 0) ||
         !(device->memory_gbps > 0) || !(device->launch_s >= 0) || device->upstream < 0 ||
         device->upstream > SIM_MAX_DEVICES || (device->upstream && !(device->upstream_gbps > 0)) ||
-        !(device->duplex_share > 0 && device->duplex_share <= 1) ||
-        !memchr(device->name, 0, sizeof device->name))
+        !(device->duplex_share > 0 && device->duplex_share <= 1) || !(device->disk_gbps >= 0) ||
+        !(device->disk_latency_s >= 0) || !memchr(device->name, 0, sizeof device->name))
         return OOCU_ERROR_INVALID_VALUE;
     sim_os_lock(&sim.lock);
     sim__boot();

@@ -489,10 +489,20 @@ void sim__time_to(double seconds) {
     pass_until(sim.now_s, NULL);
     execute_due();
     settle();
+    sim__readers_wake();
+}
+
+int sim__time_towards(double limit_s) {
+    const double next_s = n_heap && heap[0].s < limit_s ? heap[0].s : limit_s;
+    if (isinf(next_s))
+        return 0;
+    sim__time_to(next_s);
+    return 1;
 }
 
 void sim__clock_reset(void) {
     sim.now_s = clock_s = 0;
+    sim__disk_reset();
     memset(sim.upstream_free_s, 0, sizeof sim.upstream_free_s);
 }
 
@@ -754,6 +764,7 @@ void sim__discard_all(void) {
             s->exec_head = NULL;
         retire(s);
     }
+    sim__readers_wake();
 }
 
 void sim__hold(struct sim_stream *stream, int on) {

@@ -39,6 +39,20 @@ SIM_API OOCUresult simHostAccess(const void *ptr, size_t bytes, int is_write);
 /* The calling thread's next copy from or to this host memory knows that it is pageable: it is no
  * oversight, and not reported as one. */
 SIM_API OOCUresult simExpectPageable(const void *ptr);
+/* A disk in virtual time, where a device has one (`disk_gbps`); else the first says that its bytes
+ * are wanted, and the others CUDA_ERROR_NOT_SUPPORTED. Threads that read files are real and block
+ * for real until the host's clock, which others move, is where their wait ends: the thread that
+ * waits for them lets time pass once as many as it knows of are blocked.
+ *
+ * The calling thread reads so many bytes of a file: returns at the virtual end of that. `*wanted`:
+ * 0 where copies move no byte, so that they need not be there. */
+SIM_API OOCUresult simRead(size_t bytes, int *wanted);
+/* As cuEventSynchronize, for such a thread: the host's clock is not moved. */
+SIM_API OOCUresult simAwait(OOCUevent event);
+/* How many are blocked in the two calls above; waits for `expected` of them, or a millisecond. */
+SIM_API OOCUresult simReaders(unsigned expected, unsigned *blocked);
+/* The host's clock goes to the next moment at which one of them goes on, and no further. */
+SIM_API OOCUresult simPass(void);
 
 /* ---- configuration ---- */
 
@@ -58,6 +72,9 @@ struct sim_device {
     double upstream_gbps;
     /* What each direction has of `link_gbps` while both of this device copy, in (0, 1]. */
     double duplex_share;
+    /* The disk that files are read from, 1e9 bytes/s, all reads together, and what each takes
+     * before its bytes come, beside others; 0: reads take no time. */
+    double disk_gbps, disk_latency_s;
 };
 
 /* The presets: rtx3090, rtx4090, rtx5090, h100, h200. INVALID_VALUE for another name. */

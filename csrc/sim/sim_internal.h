@@ -5,6 +5,7 @@
  *   race.c      vector clocks, accesses, races
  *   memory.c    ranges: registered, host-allocated, device, adopted; capacity; labels; poison
  *   fault.c     counting and failing of calls, sticky errors
+ *   disk.c      reads of files, by threads that block
  *   control.c   devices, switches, reports, statistics, trace, reset
  *
  * Two things are kept apart. *Execution* moves bytes, lazily, in an order that the schedule
@@ -209,6 +210,16 @@ void sim__op_unref(struct sim_op *op);
 void sim__event_clear(struct sim_event *event);
 void sim__hold(struct sim_stream *stream, int on);
 double sim__copy_cost(int device, size_t bytes);
+
+/* Let time pass until it is `limit_s`, or the next operation begins or ends before that. 0: there
+ * is neither. */
+int sim__time_towards(double limit_s);
+
+/* ---- reads of files (disk.c) ---- */
+
+/* The clock has moved, or all that was queued is gone: let threads go on whose wait has ended. */
+void sim__readers_wake(void);
+void sim__disk_reset(void);
 
 /* ---- memory (memory.c) ---- */
 

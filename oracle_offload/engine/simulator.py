@@ -80,6 +80,11 @@ class Device:
         have the same here.
     duplex_share : float
         What each direction has of `link_gbps` while both copy, above 0 and at most 1.
+    disk_gbps : float
+        Rate of the disk that weights in files are read from, all reads together, 1e9 bytes/s; 0:
+        reads take no time.
+    disk_latency_s : float
+        What each read takes before its bytes come, beside other reads.
     """
 
     name: str
@@ -94,6 +99,8 @@ class Device:
     upstream: int = 0
     upstream_gbps: float = 0.0
     duplex_share: float = 1.0
+    disk_gbps: float = 0.0
+    disk_latency_s: float = 0.0
 
 
 @dataclass(frozen=True)

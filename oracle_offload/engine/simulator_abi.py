@@ -21,6 +21,8 @@ class RawDevice(ctypes.Structure):
         ("upstream", ctypes.c_int),
         ("upstream_gbps", ctypes.c_double),
         ("duplex_share", ctypes.c_double),
+        ("disk_gbps", ctypes.c_double),
+        ("disk_latency_s", ctypes.c_double),
     )
 
 

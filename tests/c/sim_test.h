@@ -12,7 +12,8 @@
 
 /* clang-format off */
 #define SIM_TEST_CONTROLS(X) \
-    X(simAdopt) X(simDrop) X(simLaunch) X(simHostAccess) X(simExpectPageable) X(simSubmitsLate) X(simPreset) X(simGetDevice) \
+    X(simAdopt) X(simDrop) X(simLaunch) X(simHostAccess) X(simExpectPageable) X(simRead) X(simAwait) \
+    X(simReaders) X(simPass) X(simSubmitsLate) X(simPreset) X(simGetDevice) \
     X(simSetDevice) X(simSetDeviceCount) X(simSetSchedule) X(simSwitch) \
     X(simRefuseRegistration) X(simLockQuota) X(simFault) X(simFaultClear) X(simHold) X(simPatience) \
     X(simCallCount) X(simGetStats) X(simGetLive) X(simNow) X(simClock) X(simAdvance) X(simFinish) \

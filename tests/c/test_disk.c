@@ -123,6 +123,30 @@ static void what_is_in_a_file_is_read_from_it(void) {
     end(&w, "from a file");
 }
 
+/* A device with a disk of its own in virtual time: what is read takes that, copies and kernels go
+ * on beside it, and the bits are the same. */
+static void reads_take_the_time_of_the_disk(void) {
+    struct sim_device before, device;
+    struct world w;
+    CHECK(sim.simGetDevice(0, &before) == 0, "no device");
+    device = before;
+    device.disk_gbps = 0.01;
+    device.disk_latency_s = 1e-4;
+    CHECK(sim.simSetDevice(0, &device) == 0, "no disk");
+    begin(&w, 100000);
+    for (int i = 0; i < 3; i++)
+        need(step(&w), "step");
+    feeds_end(&w);
+    const double seconds = sim.simNow();
+    const struct oo_stats stats = stats_of(&w);
+    const double read_s = (double)stats.disk_read_bytes / 1e7;
+    CHECK(stats.disk_read_bytes > 3 * w.total && seconds >= read_s && seconds < 1.2 * read_s,
+          "%.6f s, of reads %.6f", seconds, read_s);
+    CHECK(n_reads >= stats.h2d_copies, "%u reads", n_reads);
+    end(&w, "in virtual time");
+    CHECK(sim.simSetDevice(0, &before) == 0, "no device");
+}
+
 /* The step in which the read fails says so; those after it are right. */
 static void fail_at(unsigned nth, int is_lasting, const char *said) {
     struct world w;
@@ -425,6 +449,7 @@ static void a_unit_travels_in_pieces_without_a_ring(void) { a_unit_of_several_pi
 
 static const struct check_case cases[] = {
     CASE(what_is_in_a_file_is_read_from_it),
+    CASE(reads_take_the_time_of_the_disk),
     CASE(whichever_read_fails_the_next_step_is_right),
     CASE(where_direct_reads_are_refused_the_cache_is_used),
     CASE(a_read_says_how_much_came),
