@@ -35,6 +35,8 @@ class Stats(TypedDict):
     locked_bytes: int  # host bytes that are page-locked
     pageable_bytes: int  # host bytes of units that could not be locked
     disk_bytes: int  # of masters that are in files
+    disk_kept_bytes: int  # of masters in files that are kept in memory, once read
+    disk_arrived_bytes: int  # of those, what has been
     ring_bytes: int  # page-locked bytes of the rings that those pass through
     arena_bytes: int  # capacity: bytes of all segments
     staging_bytes: int  # device bytes that coded weights pass through
@@ -119,7 +121,17 @@ class HostBuffer:
     @property
     def nbytes(self) -> int: ...
     @property
+    def arrived(self) -> int:
+        """Bytes of files that were read into it: see `keep`."""
+
+    @property
     def locked(self) -> bool: ...
+    def keep(self, room: HostBuffer, offset: int, nbytes: int, place: int, /) -> None:
+        """Keep bytes of the file that it is at `place` of `room`, once an engine has read them.
+
+        For units that are added later. `room` must stay for as long as an engine knows the file.
+        """
+
     def protect(self, writable: object, /) -> None:
         """Let this process write the memory, or read it alone: lock it before that."""
 

@@ -5,12 +5,17 @@
  * threads read the file itself, past the system's cache where it allows that. A page that code of
  * this process has written is no file's any more, and is copied from memory.
  *
+ * Some of it may have a place in memory (oo_host_keep). What is read of that is kept there, and is
+ * copied from there henceforth: so it is read once, by the first use, and not before that. It is
+ * a copy of the file's bytes, which are the masters as long as no one writes their pages.
+ *
  * The file is open for as long as its memory is there. That it is the same still is asked after
  * each read, so that bytes which were written while they were read are never used: a write changes
  * the time of the file before its first byte. */
 #include "disk.h"
 
 #include <errno.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -24,6 +29,8 @@ static int oo__same_state(const struct oo_file_state *a, const struct oo_file_st
 void oo__disk_free(struct oo_disk *disk) {
     if (!disk)
         return;
+    oo__kept_forget(disk);
+    free(disk->kept);
     if (disk->buffered >= 0)
         oo__file_close(disk->buffered);
     if (disk->direct >= 0)
@@ -58,7 +65,13 @@ struct oo_disk *oo__disk_of(const struct oo_part *part) {
     return part && part->memory ? part->memory->host->disk : NULL;
 }
 
-static int oo__disk_is_same(const struct oo_disk *disk);
+/* What has its name now is the file that is open if it has its number, which no other has for as
+ * long as it is. */
+static int oo__disk_is_same(const struct oo_disk *disk) {
+    struct oo_file_state named = {0};
+    (void)oo__path_state(disk->path, &named);
+    return oo__same_state(&named, &disk->state);
+}
 
 /* Whether memory can be read for them: a page that is not written is the file's, as it is now. */
 static int oo__disk_shows(const struct oo_disk *disk, const char *masters, size_t bytes) {
@@ -77,20 +90,125 @@ int oo__disk_written(const struct oo_disk *disk, const char *masters, size_t byt
 
 size_t oo__disk_skew(const char *masters) { return (uintptr_t)masters % oo__page_bytes(); }
 
+/* ---- what is kept in memory ---- */
+
+/* Of a page: it is in the file alone; a thread copies it; it is in memory, and is not written
+ * there any more. */
+enum { OO_IN_FILE, OO_COMES, OO_IN_MEMORY };
+
+/* How many of them begin before the address, or there. */
+static size_t oo__kept_until(const struct oo_disk *disk, const char *masters) {
+    size_t first = 0, last = disk->n_kept;
+    while (first < last) {
+        const size_t middle = first + (last - first) / 2;
+        if (disk->kept[middle]->masters <= masters)
+            first = middle + 1;
+        else
+            last = middle;
+    }
+    return first;
+}
+
+struct oo_kept *oo__kept_at(const struct oo_disk *disk, const char *masters, size_t bytes) {
+    const size_t until = oo__kept_until(disk, masters);
+    struct oo_kept *kept = until ? disk->kept[until - 1] : NULL;
+    return kept && masters + bytes <= kept->masters + kept->bytes ? kept : NULL;
+}
+
+static size_t oo__kept_page(const struct oo_kept *kept, const char *masters) {
+    return (uintptr_t)masters / oo__page_bytes() - (uintptr_t)kept->masters / oo__page_bytes();
+}
+
+void oo__kept_forget(struct oo_disk *disk) {
+    while (disk->n_kept)
+        free(disk->kept[--disk->n_kept]);
+}
+
+/* Whether there is none of these bytes yet. */
+static int oo__kept_is_new(const struct oo_disk *disk, const char *masters, size_t bytes) {
+    const size_t until = oo__kept_until(disk, masters);
+    const struct oo_kept *before = until ? disk->kept[until - 1] : NULL;
+    const struct oo_kept *behind = until < disk->n_kept ? disk->kept[until] : NULL;
+    return (!before || before->masters + before->bytes <= masters) &&
+           (!behind || masters + bytes <= behind->masters);
+}
+
+enum oo_status oo_host_keep(struct oo_host *file, size_t offset, size_t bytes, struct oo_host *room,
+                            size_t place) {
+    struct oo_disk *disk = file->disk;
+    if (!disk || room->disk || !bytes || offset > file->bytes || bytes > file->bytes - offset ||
+        place > room->bytes || bytes > room->bytes - place)
+        return oo__fail(OO_E_ARGUMENT,
+                        "%zu bytes at %zu of a file cannot be kept at %zu of other memory", bytes,
+                        offset, place);
+    const char *masters = (const char *)file->pages + offset;
+    if (!oo__kept_is_new(disk, masters, bytes))
+        return oo__fail(OO_E_ARGUMENT, "some of the %zu bytes at %zu of a file are kept already",
+                        bytes, offset);
+    if (disk->n_kept == disk->kept_capacity) {
+        const size_t capacity = disk->kept_capacity ? 2 * disk->kept_capacity : 64;
+        struct oo_kept **larger = realloc(disk->kept, capacity * sizeof *larger);
+        if (!larger)
+            return oo__fail(OO_E_MEMORY, "no memory for the record of what is kept of a file");
+        disk->kept = larger;
+        disk->kept_capacity = capacity;
+    }
+    const size_t pages = (oo__disk_skew(masters) + bytes - 1) / oo__page_bytes() + 1;
+    struct oo_kept *kept = calloc(1, sizeof *kept + pages * sizeof *kept->pages);
+    if (!kept)
+        return oo__fail(OO_E_MEMORY, "no memory for the record of what is kept of a file");
+    kept->masters = masters;
+    kept->bytes = bytes;
+    kept->room = room;
+    kept->place = (char *)room->pages + place;
+    const size_t at = oo__kept_until(disk, masters);
+    memmove(disk->kept + at + 1, disk->kept + at, (disk->n_kept - at) * sizeof *disk->kept);
+    disk->kept[at] = kept;
+    disk->n_kept++;
+    return OO_OK;
+}
+
+size_t oo_host_arrived(const struct oo_host *room) { return room->arrived; }
+
+/* Where these masters are in memory; NULL: not all of them are. */
+static const char *oo__kept_bytes(const struct oo_kept *kept, const char *masters, size_t bytes) {
+    const size_t end = oo__kept_page(kept, masters + bytes - 1) + 1;
+    for (size_t page = oo__kept_page(kept, masters); page < end; page++)
+        /* What the thread that stored this has copied before is seen here. */
+        if (atomic_load_explicit(&kept->pages[page], memory_order_acquire) != OO_IN_MEMORY)
+            return NULL;
+    return kept->place + (masters - kept->masters);
+}
+
+/* Keep what was read, each page once: two units may have the same masters. Of a page that is here
+ * in part the rest is not known: it is not kept. */
+static void oo__keep(struct oo_kept *kept, const char *masters, size_t bytes, const char *read) {
+    const size_t page_bytes = oo__page_bytes();
+    const char *const first = kept->masters, *const last = first + kept->bytes;
+    for (const char *begin = masters, *end; begin < masters + bytes; begin = end) {
+        end = begin + (page_bytes - oo__disk_skew(begin));
+        if (end > last)
+            end = last;
+        const int is_whole = begin == first || oo__disk_skew(begin) == 0;
+        if (!is_whole || end > masters + bytes)
+            continue;
+        unsigned char state = OO_IN_FILE;
+        _Atomic unsigned char *page = &kept->pages[oo__kept_page(kept, begin)];
+        if (!atomic_compare_exchange_strong(page, &state, OO_COMES))
+            continue;
+        memcpy(kept->place + (begin - first), read + (begin - masters), (size_t)(end - begin));
+        atomic_store_explicit(page, OO_IN_MEMORY, memory_order_release);
+        kept->arrived += (size_t)(end - begin);
+        kept->room->arrived += (size_t)(end - begin);
+    }
+}
+
 /* ---- a read: by copy threads ---- */
 
 static const char *oo__disk_failed(const struct oo_disk *disk, int error,
                                    struct oo_failure *failure) {
     *failure = (struct oo_failure){.call = "read", .disk = disk, .error = error};
     return NULL;
-}
-
-/* What has its name now is the file that is open if it has its number, which no other has for as
- * long as it is. */
-static int oo__disk_is_same(const struct oo_disk *disk) {
-    struct oo_file_state named = {0};
-    (void)oo__path_state(disk->path, &named);
-    return oo__same_state(&named, &disk->state);
 }
 
 /* Whole pages past the cache, if the system reads so; else the same, and it caches them no more. */
@@ -106,16 +224,31 @@ static ptrdiff_t oo__read_pages(struct oo_disk *disk, char *room, size_t bytes, 
     return got;
 }
 
+static const char *oo__bring_unwritten(const struct oo_part *part, const char *masters,
+                                       size_t bytes, char *room, struct oo_failure *failure,
+                                       int *is_read) {
+    struct oo_kept *kept = part->kept;
+    const char *here = kept ? oo__kept_bytes(kept, masters, bytes) : NULL;
+    *is_read = !here;
+    if (!here) {
+        const char *read = oo__disk_read(part, masters, bytes, room, failure);
+        if (read && kept)
+            oo__keep(kept, masters, bytes, read);
+        return read;
+    }
+    return kept->locked ? here : memcpy(room, here, bytes);
+}
+
 const char *oo__disk_bring(const struct oo_part *part, const char *masters, size_t bytes,
                            char *room, struct oo_failure *failure, int *is_read) {
     const struct oo_disk *disk = part->memory->host->disk;
     const int written = oo__pages_written(masters, bytes);
     const int error = errno;
-    *is_read = written == 0;
+    *is_read = 0;
     if (written < 0) /* perhaps it is, and perhaps no descriptor was left to ask with */
         return oo__disk_failed(disk, error, failure);
     if (written == 0)
-        return oo__disk_read(part, masters, bytes, room, failure);
+        return oo__bring_unwritten(part, masters, bytes, room, failure, is_read);
     if (!oo__disk_shows(disk, masters, bytes)) /* before: what is cut off cannot be touched */
         return oo__disk_failed(disk, OO_DISK_CHANGED, failure);
     memcpy(room, masters, bytes);

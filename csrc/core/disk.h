@@ -6,12 +6,25 @@
 #include "host.h"
 #include "state.h"
 
+/* Bytes of the file that are kept in memory too, page by page, once they have been read. */
+struct oo_kept {
+    const char *masters; /* where the file's pages show them */
+    size_t bytes;
+    struct oo_host *room; /* which memory */
+    char *place;          /* of the first of them in it */
+    int locked;           /* there, for the engine; written while nothing is fed */
+    _Atomic size_t arrived;
+    _Atomic unsigned char pages[]; /* of those that show them: what is known of each */
+};
+
 /* The file that a host memory's pages show, privately: from the first page on, all of it. */
 struct oo_disk {
     char *path;                 /* for messages, and for what it names now */
     struct oo_file_state state; /* when it was opened: later it must be the same */
     int buffered, direct;       /* descriptors; `direct` -1: the system refuses to read so */
     _Atomic int refused;        /* it did when something was read */
+    struct oo_kept **kept;      /* by their masters' addresses, which rise */
+    size_t n_kept, kept_capacity;
     /* oo__file_read, but for tests. */
     ptrdiff_t (*read)(int file, void *target, size_t bytes, uint64_t begin);
 };
@@ -24,6 +37,11 @@ struct oo_disk *oo__disk_of(const struct oo_part *part);
 /* NULL is allowed. */
 void oo__disk_free(struct oo_disk *disk);
 
+/* That of which all these masters are part; NULL: they are read each time. */
+struct oo_kept *oo__kept_at(const struct oo_disk *disk, const char *masters, size_t bytes);
+/* What is kept of the file is so no more; no engine copies any of it. */
+void oo__kept_forget(struct oo_disk *disk);
+
 /* Whether code of this process has written any page of these masters: then memory alone has what
  * they are, and no file. */
 int oo__disk_written(const struct oo_disk *disk, const char *masters, size_t bytes);
@@ -33,7 +51,8 @@ size_t oo__disk_skew(const char *masters);
  * they are there; NULL: `failure`. */
 const char *oo__disk_read(const struct oo_part *part, const char *masters, size_t bytes, char *room,
                           struct oo_failure *failure);
-/* The same, or from memory where some page of it was written. */
+/* The same, or from memory: where some page of them was written, by way of `room`; where they are
+ * kept, from there if that is locked. */
 const char *oo__disk_bring(const struct oo_part *part, const char *masters, size_t bytes,
                            char *room, struct oo_failure *failure, int *is_read);
 /* What such a failure was, in words: OO_E_FILE. */

@@ -78,6 +78,7 @@ struct oo_piece {
 struct oo_costs {
     uint64_t waits, recoveries; /* for the device; of those, how many a failure made necessary */
     uint64_t disk_bytes, disk_nanoseconds;
+    int from_locked; /* the device reads the bytes where they are kept */
 };
 
 /* There are no more threads than pieces of the ring, and each takes one at a time. */
@@ -169,6 +170,7 @@ static const char *oo__piece_bring(const struct oo_engine *engine, const struct 
         costs->disk_nanoseconds += oo__nanoseconds() - begin;
         costs->disk_bytes += bytes ? piece->bytes : 0;
     }
+    costs->from_locked = bytes && bytes != room && !is_read;
     return bytes;
 }
 
@@ -343,7 +345,7 @@ static void oo__feed_on(struct oo_engine *engine, struct oo_feed *feed, int *ent
         feed->disk_nanoseconds += costs.disk_nanoseconds;
         feed->copies += works && piece.begins && piece.bytes;
         feed->bytes += works ? piece.bytes : 0;
-        feed->unlocked_bytes += works && !piece.locked ? piece.bytes : 0;
+        feed->unlocked_bytes += works && !piece.locked && !costs.from_locked ? piece.bytes : 0;
         feed->decodes += works && oo__is_decoded(piece.part);
         feed->decoded_bytes += works ? oo__decoded_bytes(piece.part) : 0;
     }
@@ -357,12 +359,13 @@ static void oo__feed_on(struct oo_engine *engine, struct oo_feed *feed, int *ent
 }
 
 static void oo__feeder_run(void *argument) {
-    struct oo_engine *engine = argument;
+    const struct oo_feeding *own = argument;
+    struct oo_engine *engine = own->engine;
     struct oo_feeder *feeder = &engine->feeder;
     int entered = 0; /* the device's context is current on this thread */
     struct oo_binding *binding = oo__thread_bind(engine->sys, engine->numa_node);
     oo__mutex_lock(feeder->mutex);
-    while (!feeder->closing) {
+    while (own->number < feeder->n_wanted) {
         struct oo_feed *feed = oo__queue_next(feeder);
         if (feed)
             oo__feed_on(engine, feed, &entered);
@@ -373,33 +376,53 @@ static void oo__feeder_run(void *argument) {
     oo__thread_unbind(binding);
 }
 
+/* As many threads go on, and those end that are more. */
+static void oo__feeder_end(struct oo_feeder *feeder, uint32_t n_left) {
+    oo__mutex_lock(feeder->mutex);
+    feeder->n_wanted = n_left;
+    oo__mutex_wake(feeder->mutex);
+    oo__mutex_unlock(feeder->mutex);
+    while (feeder->n_threads > n_left)
+        oo__thread_join(feeder->threads[--feeder->n_threads].thread);
+}
+
+static uint32_t oo__feeder_wants(const struct oo_feeder *feeder) {
+    const size_t copying = oo__processors() < OO_FEED_THREADS ? oo__processors() : OO_FEED_THREADS;
+    return feeder->reads ? (uint32_t)OO_READ_THREADS : (uint32_t)copying;
+}
+
 enum oo_status oo__feeder_prepare(struct oo_engine *engine) {
     struct oo_feeder *feeder = &engine->feeder;
     enum oo_status status = oo__ring_prepare(engine, &engine->up);
     if (status != OO_OK)
         return status;
-    const size_t copying = oo__processors() < OO_FEED_THREADS ? oo__processors() : OO_FEED_THREADS;
-    const size_t most = feeder->reads ? (size_t)OO_READ_THREADS : copying;
-    while (feeder->n_threads < most) {
-        struct oo_thread *thread = oo__thread_start(oo__feeder_run, engine);
-        if (!thread)
+    const uint32_t wanted = oo__feeder_wants(feeder);
+    if (feeder->n_threads < wanted) {
+        oo__mutex_lock(feeder->mutex);
+        feeder->n_wanted = wanted;
+        oo__mutex_unlock(feeder->mutex);
+    }
+    while (feeder->n_threads < wanted) {
+        struct oo_feeding *own = &feeder->threads[feeder->n_threads];
+        *own = (struct oo_feeding){.engine = engine, .number = feeder->n_threads};
+        own->thread = oo__thread_start(oo__feeder_run, own);
+        if (!own->thread)
             break;
-        feeder->threads[feeder->n_threads++] = thread;
+        feeder->n_threads++;
     }
     return feeder->n_threads ? OO_OK
                              : oo__fail(OO_E_MEMORY, "the system starts no thread that copies "
                                                      "weights which are not page-locked");
 }
 
-void oo__feeder_close(struct oo_engine *engine) {
+void oo__feeder_read(struct oo_engine *engine, int reads) {
     struct oo_feeder *feeder = &engine->feeder;
-    oo__mutex_lock(feeder->mutex);
-    feeder->closing = 1;
-    oo__mutex_wake(feeder->mutex);
-    oo__mutex_unlock(feeder->mutex);
-    while (feeder->n_threads)
-        oo__thread_join(feeder->threads[--feeder->n_threads]);
+    feeder->reads = reads;
+    if (feeder->n_threads > oo__feeder_wants(feeder))
+        oo__feeder_end(feeder, oo__feeder_wants(feeder));
 }
+
+void oo__feeder_close(struct oo_engine *engine) { oo__feeder_end(&engine->feeder, 0); }
 
 /* ---- the engine's side: under its mutex ---- */
 

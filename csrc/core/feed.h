@@ -6,6 +6,9 @@
 
 /* Have the upload ring, as far as the system locks memory for one, and the copy threads. */
 enum oo_status oo__feeder_prepare(struct oo_engine *engine);
+/* Whether some of what is fed is in files, for which there are more threads: those end that no
+ * weight needs any more. */
+void oo__feeder_read(struct oo_engine *engine, int reads);
 /* End the copy threads; nothing is fed any more. */
 void oo__feeder_close(struct oo_engine *engine);
 

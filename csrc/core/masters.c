@@ -159,6 +159,36 @@ static enum oo_status oo__registration_let_go(struct oo_engine *engine, struct o
     return status;
 }
 
+/* ---- what is kept of files ---- */
+
+/* The device may read `host`, as far as `memory` says, where something of a file is kept there; or
+ * no more of it (NULL). */
+static void oo__kept_note(struct oo_engine *engine, const struct oo_host *host,
+                          const struct oo_known *memory) {
+    int awaited = 0;
+    for (const struct oo_known *known = engine->known; known; known = known->next) {
+        const struct oo_disk *disk = known->host->disk;
+        for (size_t i = 0; disk && i < disk->n_kept; i++) {
+            struct oo_kept *kept = disk->kept[i];
+            if (kept->room != host)
+                continue;
+            /* H10: a copy thread may be reading this, or queue a copy from memory that is unlocked
+             * next. */
+            if (!awaited)
+                oo__feeds_await(engine);
+            awaited = 1;
+            kept->locked = oo__is_locked(memory, kept->place, kept->bytes);
+        }
+    }
+}
+
+static int oo__reads_files(const struct oo_engine *engine) {
+    const struct oo_known *known = engine->known;
+    while (known && !known->host->disk)
+        known = known->next;
+    return known != NULL;
+}
+
 /* ---- what an engine knows ---- */
 
 static size_t oo__whole_pages(const struct oo_host *host, size_t bytes) {
@@ -187,7 +217,8 @@ enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, si
         goto done;
     }
     engine->stats.allocations++;
-    engine->feeder.reads |= host->disk != NULL;
+    if (host->disk)
+        oo__feeder_read(engine, 1);
     *known = (struct oo_known){.host = host, .engine = engine};
     if (lock)
         OO_TRY(oo__registration_take(engine, known, lock, &result));
@@ -210,6 +241,7 @@ enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, si
     known->next_of_host = host->known;
     host->known = known;
     oo__mutex_unlock(host->mutex);
+    oo__kept_note(engine, host, known);
     known = NULL;
 done:
     free(known);
@@ -331,6 +363,7 @@ enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host) 
                      "units of an attached model live in this host memory; detach the model first");
         goto done;
     }
+    oo__kept_note(engine, host, NULL);
     if (known->registration)
         OO_TRY(oo__registration_let_go(engine, known));
     *link = known->next;
@@ -340,8 +373,13 @@ enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host) 
     while (*link != known)
         link = &(*link)->next_of_host;
     *link = known->next_of_host;
+    const int is_last = !host->known;
     oo__mutex_unlock(host->mutex);
     free(known);
+    if (host->disk && is_last)
+        oo__kept_forget(host->disk);
+    if (host->disk)
+        oo__feeder_read(engine, oo__reads_files(engine));
 done:
     oo__leave(engine);
     return status;

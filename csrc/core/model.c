@@ -121,9 +121,11 @@ static void oo__part_of_plain(const struct oo_engine *engine, const struct oo_me
                               struct oo_parts_made *made) {
     const struct oo_known *memory = oo__known_memory(engine, tensor->host, tensor->bytes);
     const int locked = oo__is_locked(memory, tensor->host, tensor->bytes);
+    const struct oo_disk *disk = memory ? memory->host->disk : NULL;
+    struct oo_kept *kept = disk ? oo__kept_at(disk, tensor->host, tensor->bytes) : NULL;
     struct oo_part *last = made->parts && made->count ? &made->parts[made->count - 1] : NULL;
     if (last && memory && last->memory == memory && last->locked == locked && !last->header.mode &&
-        tensor->offset == oo__align(last->offset + last->bytes) &&
+        !last->kept && !kept && tensor->offset == oo__align(last->offset + last->bytes) &&
         tensor->host - last->host == (ptrdiff_t)(tensor->offset - last->offset)) {
         last->bytes = tensor->offset - last->offset + tensor->bytes;
         return;
@@ -133,6 +135,7 @@ static void oo__part_of_plain(const struct oo_engine *engine, const struct oo_me
                                                     .bytes = tensor->bytes,
                                                     .offset = tensor->offset,
                                                     .memory = memory,
+                                                    .kept = kept,
                                                     .locked = locked};
     made->count++;
 }

@@ -113,12 +113,16 @@ struct oo_feeder {
     struct oo_mutex *mutex; /* taken after the engine's; protects what follows */
     struct oo_feed *first;  /* of the queue */
     uint32_t n_running, n_active, n_begun;
-    int measures; /* the one that has begun is measured */
-    int closing;
+    int measures;                /* the one that has begun is measured */
+    uint32_t n_wanted;           /* threads: those whose number is higher end */
     struct oo_failure loss;      /* of the context, as a copy thread met it */
     uint64_t since, nanoseconds; /* some thread has been copying since; and did, not yet counted */
     /* Under the engine's mutex: */
-    struct oo_thread *threads[OO_READ_THREADS];
+    struct oo_feeding {
+        struct oo_engine *engine;
+        uint32_t number;
+        struct oo_thread *thread;
+    } threads[OO_READ_THREADS];
     uint32_t n_threads;
     int reads; /* some of what it brings is in files */
 };
@@ -202,6 +206,7 @@ struct oo_part {
     size_t bytes;
     size_t offset;                 /* in the unit, on the device */
     const struct oo_known *memory; /* NULL: the engine does not know it */
+    struct oo_kept *kept;          /* of a file: where in memory it is kept once read; or NULL */
     int locked;
     struct oo_codec_header header; /* of the chunk; mode 0: there is none */
 };

@@ -145,6 +145,14 @@ enum oo_status oo_host_create_shared(size_t bytes, int file, uint64_t begin, str
  * later, or cannot be read, the same comes of each acquire of what is in it, until it is as it was.
  * On Windows always. */
 enum oo_status oo_host_create_file(const char *path, int file, struct oo_host **out);
+/* Keep `bytes` at `offset` of memory that shows a file at `place` of other memory, `room`, once
+ * they have been read: what travels of them later comes from there, directly where the engine has
+ * locked it. For units that are added from now on; it ends when no engine knows the file any more,
+ * until when `room` must stay. The bytes must not be kept already. */
+enum oo_status oo_host_keep(struct oo_host *file, size_t offset, size_t bytes, struct oo_host *room,
+                            size_t place);
+/* How many bytes of files have been read into the memory so. */
+size_t oo_host_arrived(const struct oo_host *room);
 /* Let the memory be written by this process, or read alone; the device reads it either way. Memory
  * that can only be read can no longer be locked, so lock it before. */
 enum oo_status oo_host_protect(struct oo_host *host, int writable);
@@ -508,6 +516,8 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     COUNT(locked_bytes, NOW)            /* of host memory and rings that are page-locked */ \
     COUNT(pageable_bytes, NOW)          /* of masters that are not, and pass through a ring */ \
     COUNT(disk_bytes, NOW)              /* of masters that are in files */ \
+    COUNT(disk_kept_bytes, NOW)         /* of masters in files that are kept in memory, once read */ \
+    COUNT(disk_arrived_bytes, NOW)      /* of those, what has been */ \
     COUNT(ring_bytes, NOW)              /* of both rings; locked_bytes has them too */ \
     COUNT(arena_bytes, NOW) \
     COUNT(staging_bytes, NOW)           /* of device memory that coded weights pass through */ \

@@ -216,6 +216,7 @@ class Attachment:
             return
         if self.pieces.share is not None:
             self.pieces.share.check_generation()
+        self.pieces.lock_arrived()
         self._restore_size(logging.DEBUG)
         if self.arena.may_grow:
             self._grow_to_block()

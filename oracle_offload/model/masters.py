@@ -279,6 +279,51 @@ class FilePiece(Piece):
         self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor, _ in tensors]
 
 
+class Room(Piece):
+    """Memory for masters that stay in their file, which keeps there what engines read of them.
+
+    The tensors are not in it: their own memory is the file's. It is locked once all has arrived.
+
+    Parameters
+    ----------
+    units : sequence of sequences of (Tensor, FilePiece, int)
+        What is to be kept, with its file and where it begins there.
+    node : int
+        NUMA node that the memory shall be on; -1 for any.
+    """
+
+    def __init__(
+        self, units: Sequence[Sequence[tuple[Tensor, FilePiece, int]]], node: int = -1
+    ) -> None:
+        offsets, self._cuts = lay_out([[tensor for tensor, _, _ in unit] for unit in units])
+        self.buffer = HostBuffer(self._cuts[-1], node)
+        self.start, self.end = self.buffer.address, self.buffer.address + self.buffer.nbytes
+        self.is_shared = self.is_known = False
+        self.uses = self.locked_bytes = 0
+        self.cuts = [0]
+        self.coded = {}
+        self._files = list({id(file): file for unit in units for _, file, _ in unit}.values())
+        self._wanted, self._before = 0, 0
+        for unit, offset in zip(units, offsets, strict=True):
+            for tensor, file, begin in unit:
+                nbytes = tensor_bytes(tensor)
+                file.buffer.keep(self.buffer, begin, nbytes, offset)
+                self._wanted += nbytes
+                offset += aligned(nbytes)
+
+    def may_be_locked(self) -> bool:
+        """Whether all of it has arrived, or nothing more has since this was asked last."""
+        before, self._before = self._before, self.buffer.arrived
+        if not self._before or self._before not in (before, self._wanted):
+            return False
+        self.cuts = self._cuts
+        return True
+
+    def is_abandoned(self) -> bool:
+        """Whether no file keeps anything in it."""
+        return all(not file.is_known for file in self._files)
+
+
 def code(
     units: Sequence[Sequence[Tensor]],
     coder: Coder,
@@ -426,6 +471,7 @@ class Pieces:
         self._starts: list[int] = []  # their addresses, sorted
         self._coded: dict[int, CodedMaster] = {}  # by the address of the tensor
         self._mapped: list[CodedMaster] = []  # all that ever were, until `own`
+        self._filling: list[Room] = []  # not locked yet
         self.share: Share | None = None  # the ranks that have some of them together
 
     @property
@@ -444,6 +490,25 @@ class Pieces:
             self.budget.lock(piece, self.in_order())
         finally:
             self.note(piece)
+
+    def add_room(self, room: Room) -> None:
+        """Make a room known, which is locked once it is full: see `lock_arrived`."""
+        self.add(room)
+        self._filling.append(room)
+
+    def lock_arrived(self) -> None:
+        """Lock the rooms that have filled, as far as the budget allows."""
+        if not self._filling:
+            return
+        with self._state.lock:
+            for room in [room for room in self._filling if room.may_be_locked()]:
+                self.budget.unlock(room)
+                others = [piece for piece in self.in_order() if piece is not room]
+                self.budget.lock(room, others)
+                self._filling.remove(room)
+            if not self._filling:
+                self.budget.leave_headroom(self.in_order())
+                logger.info("%s: the weights that memory has room for have arrived", self._name)
 
     def note(self, piece: Piece) -> None:
         """Keep a piece that the engine knows, perhaps in spite of an exception."""

@@ -1,7 +1,8 @@
 """Weights that stay in their files: `attach` with ``disk=True``.
 
-What is frozen, and in one file as the model has it, needs no memory of its own. What of it
-`ram_budget` has no room for is read from its file each time it travels. The arena keeps the ends of
+What is frozen, and in one file as the model has it, needs no memory of its own, and `attach` reads
+nothing of it. What `ram_budget` has room for is kept in memory once its first use has read it; the
+rest is read from its file each time it travels. The arena keeps the ends of
 the model from forward to backward and from step to step, so that these travel once a step and the
 middle twice: the middle is what is in memory. Of M bytes with R in memory and an arena of C, a step
 so reads 2 (M - R - C), the least. Where R + 2 C exceeds M, the arena would keep some of what is in
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..engine.geometry import tensor_bytes, unit_bytes
 from ..errors import OffloadError
 from ..host.disk import remote_kind
-from ..host.sizes import KIB, format_size
+from ..host.sizes import KIB, MIB, format_size
 from . import masters
 from .budget import AUTO, Budget
 from .kept import Kept, distinct, host_limit, keep, spread
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .loading import Loading
 
 SMALL_BYTES = 64 * KIB  # of a tensor: a read of less costs as much
+ROOM_BYTES = 256 * MIB  # that are locked at once, when they have arrived
 _RESIDENT = "kept on the device: disk=True reads least if it never travels"
 _STATES = 4  # times the bytes of bfloat16 weights are AdamW's states
 _STEPS_A_DAY = 86400 // 10  # of ten seconds
@@ -39,9 +41,18 @@ _STEPS_A_DAY = 86400 // 10  # of ten seconds
 
 @dataclass(frozen=True)
 class OnDisk:
-    """The tensors that stay in their files: by `id`, with the file and where they begin in it."""
+    """The tensors that stay in their files.
+
+    Attributes
+    ----------
+    places : dict of int to tuple
+        By `id`: the tensor, the file, and where it begins there.
+    kept : list of lists of Tensor
+        Those of each unit that are kept in memory once they have been read.
+    """
 
     places: dict[int, tuple[Tensor, WeightFile, int]] = field(default_factory=dict)
+    kept: list[list[Tensor]] = field(default_factory=list)
 
     def has(self, tensor: Tensor) -> bool:
         """Whether `tensor` stays in its file."""
@@ -54,12 +65,18 @@ class OnDisk:
         by_file: dict[int, list[tuple[Tensor, WeightFile, int]]] = {}
         for row in self.places.values():
             by_file.setdefault(id(row[1]), []).append(row)
-        for rows in by_file.values():
+        files: dict[int, masters.FilePiece] = {}
+        for key, rows in by_file.items():
             tensors = [(tensor, begin) for tensor, _, begin in rows]
-            pieces.add(masters.FilePiece(rows[0][1].memory(), tensors))
+            files[key] = masters.FilePiece(rows[0][1].memory(), tensors)
+            pieces.add(files[key])
             for tensor, _ in tensors:
                 loading.skip(tensor)
                 on_bytes(tensor_bytes(tensor))
+        for units in masters.split_pieces(self.kept, ROOM_BYTES):
+            found = [[self.places[id(tensor)] for tensor in unit] for unit in units]
+            rows_of_room = [[(t, files[id(file)], begin) for t, file, begin in u] for u in found]
+            pieces.add_room(masters.Room(rows_of_room, pieces.node))
 
 
 def part(
@@ -123,13 +140,21 @@ def part(
     if not kept.bytes and not _are_tied(units):
         resident = _resident(units, left, in_memory, capacity, floor)
         kept = Kept([units[number] for number in sorted(resident)], _RESIDENT)
+    # What is to be coded needs its bytes at once.
+    lazy = set() if budget.compress else in_memory
     staying = {
-        id(t) for number in left if number not in resident for t in distinct([units[number]])
+        id(t)
+        for number in {*left, *lazy} - resident
+        for t in distinct([units[number]])
+        if id(t) in places
     }
+    kept_once_read = [
+        [t for t in distinct([units[number]]) if id(t) in staying] for number in sorted(lazy)
+    ]
     return (
         [unit for number, unit in enumerate(units) if number not in resident],
         kept,
-        OnDisk({key: row for key, row in places.items() if key in staying}),
+        OnDisk({key: row for key, row in places.items() if key in staying}, kept_once_read),
     )
 
 

@@ -1,7 +1,7 @@
 /* Masters that stay in their file: what travels is read from it, whole pages past the cache or, if
  * the system refuses that, with it; a read that fails or ends early is reported to who asks for
- * the unit, and the next step is right; a file that is not what it was is never used; and what was
- * written in memory is what counts. */
+ * the unit, and the next step is right; a file that is not what it was is never used; what was
+ * written in memory is what counts; and what has a place in memory is read once. */
 #define _GNU_SOURCE /* utimensat, mkstemp */
 #include "world.h"
 
@@ -68,7 +68,28 @@ static enum oo_status open_file(struct oo_host **host) {
     return status;
 }
 
+/* Every other unit has a place in memory, in the reverse order and with a gap between them. */
+static struct oo_host *kept_in;
+static size_t kept_bytes;
+
+static void keep_some(const struct world *w) {
+    size_t before[UNITS], place = 0;
+    kept_bytes = 0;
+    for (size_t i = 0, at = BEFORE; i < UNITS; at += w->bytes[i++])
+        before[i] = at;
+    need(oo_host_create(2 * w->total, &kept_in), "a room");
+    for (unsigned i = UNITS; i-- > 0;) {
+        if (i % 2)
+            continue;
+        need(oo_host_keep(w->host, before[i], w->bytes[i], kept_in, place), "keep");
+        place += w->bytes[i] + 256;
+        kept_bytes += w->bytes[i];
+    }
+    need(oo_engine_lock(w->engine, kept_in, 0), "know the room");
+}
+
 /* A world whose masters are in a file. */
+static int keeps;
 static void begin(struct world *w, size_t arena_bytes) {
     n_reads = n_direct = fails = 0;
     lasts = 0;
@@ -79,6 +100,8 @@ static void begin(struct world *w, size_t arena_bytes) {
     direct = w->host->disk->direct;
     w->host->disk->read = counted_read;
     need(oo_engine_lock(w->engine, w->host, 0), "know");
+    if (keeps)
+        keep_some(w);
     need(oo_lease_add(w->engine, &w->lease), "lease");
     w->leased = 1;
     need(oo_model_add(w->engine, &w->model), "model");
@@ -100,6 +123,12 @@ static void begin(struct world *w, size_t arena_bytes) {
 }
 
 static void end(struct world *w, const char *where) {
+    struct oo_host *of_model = keeps ? kept_in : NULL;
+    if (of_model) { /* its memory may go before or after the file's, when no unit is left */
+        need(world_remove(w), "remove");
+        need(oo_host_destroy(of_model), "the room");
+        need(oo_model_add(w->engine, &w->model), "a model");
+    }
     world_close(w, where);
     unlink(path);
 }
@@ -287,6 +316,169 @@ static void a_hit_sees_that_memory_was_written(void) {
     end(&w, "a hit");
 }
 
+/* ---- what is kept in memory, once it was read ---- */
+
+/* With it the world has both kinds of units, in turns. */
+static void begin_keeping(struct world *w) {
+    keeps = 1;
+    begin(w, 100000);
+}
+
+static void end_keeping(struct world *w, const char *where) {
+    end(w, where);
+    keeps = 0;
+}
+
+static void what_has_a_place_is_read_once(void) {
+    struct world w;
+    begin_keeping(&w);
+    CHECK(n_reads == 0 && oo_host_arrived(kept_in) == 0 && stats_of(&w).disk_arrived_bytes == 0 &&
+              stats_of(&w).disk_kept_bytes == kept_bytes &&
+              stats_of(&w).disk_bytes == w.total - kept_bytes && kept_bytes > w.total / 3,
+          "%u reads at attach", n_reads);
+    need(step(&w), "step");
+    feeds_end(&w);
+    CHECK(oo_host_arrived(kept_in) == kept_bytes && stats_of(&w).disk_arrived_bytes == kept_bytes,
+          "%zu of %zu bytes have arrived", oo_host_arrived(kept_in), kept_bytes);
+    for (int is_locked = 0; is_locked < 2; is_locked++) {
+        const struct oo_stats before = stats_of(&w);
+        for (int i = 0; i < 2; i++)
+            need(step(&w), "step");
+        feeds_end(&w);
+        const struct oo_stats after = stats_of(&w);
+        const uint64_t copied = after.h2d_bytes - before.h2d_bytes;
+        const uint64_t read = after.disk_read_bytes - before.disk_read_bytes;
+        const uint64_t by_ring = after.unlocked_h2d_bytes - before.unlocked_h2d_bytes;
+        CHECK(read > 0 && copied >= read + kept_bytes, "%llu bytes read of %llu",
+              (unsigned long long)read, (unsigned long long)copied);
+        CHECK(by_ring == (is_locked ? read : copied), "%llu bytes by the ring, %llu read",
+              (unsigned long long)by_ring, (unsigned long long)read);
+        if (!is_locked) {
+            need(oo_engine_unlock(w.engine, kept_in), "unlock");
+            need(oo_engine_lock(w.engine, kept_in, OO_ALL_BYTES), "lock");
+        }
+    }
+    need(oo_engine_unlock(w.engine, kept_in), "unlock again");
+    need(step(&w), "step from memory that is not locked any more");
+    end_keeping(&w, "kept");
+}
+
+static void whatever_fails_while_it_arrives_the_next_step_is_right(void) {
+    struct world w;
+    for (unsigned nth = 1; nth <= UNITS; nth++) {
+        begin_keeping(&w);
+        how = nth % 2 ? ENDS_EARLY : INPUT_ERROR;
+        fails = nth;
+        (void)step(&w);
+        fails = 0;
+        need(step(&w), "the next step");
+        feeds_end(&w);
+        CHECK(oo_host_arrived(kept_in) == kept_bytes, "%zu bytes", oo_host_arrived(kept_in));
+        end_keeping(&w, "failed");
+    }
+}
+
+static void nothing_of_another_file_is_kept(void) {
+    struct world w;
+    struct stat was;
+    begin_keeping(&w);
+    CHECK(stat(path, &was) == 0, "no file");
+    const struct timespec times[2] = {{0, UTIME_OMIT}, {was.st_mtim.tv_sec + 1, 0}};
+    CHECK(utimensat(AT_FDCWD, path, times, 0) == 0, "no time");
+    CHECK(step(&w) == OO_E_FILE, "%s", oo_error_message());
+    feeds_end(&w);
+    CHECK(oo_host_arrived(kept_in) == 0, "%zu bytes of another file", oo_host_arrived(kept_in));
+    const struct timespec back[2] = {{0, UTIME_OMIT}, was.st_mtim};
+    CHECK(utimensat(AT_FDCWD, path, back, 0) == 0, "no time");
+    need(step(&w), "the next step");
+    end_keeping(&w, "another file");
+}
+
+static void a_write_counts_more_than_what_is_kept(void) {
+    struct world w;
+    begin_keeping(&w);
+    memset(w.master[2], 0x71, w.bytes[2]); /* before it has arrived */
+    need(step(&w), "step");
+    feeds_end(&w);
+    CHECK(oo_host_arrived(kept_in) < kept_bytes, "what was written is kept");
+    memset(w.master[4], 0x72, w.bytes[4]); /* after that */
+    w.master[8][w.bytes[8] - 1] ^= 1;
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    for (int i = 0; i < 2; i++)
+        need(step(&w), "step"); /* which compares with the masters */
+    end_keeping(&w, "written");
+}
+
+static void a_room_goes_before_its_file_or_after_it(void) {
+    for (int is_first = 0; is_first < 2; is_first++) {
+        struct world w;
+        begin_keeping(&w);
+        need(use(&w, 0, OO_FORWARD), "use"); /* others are on their way */
+        need(world_remove(&w), "remove");
+        struct oo_host *first = is_first ? kept_in : w.host, *then = is_first ? w.host : kept_in;
+        need(oo_host_destroy(first), "the one");
+        need(oo_host_destroy(then), "the other");
+        world_free(&w);
+        need(oo_engine_destroy(w.engine), "destroy");
+        release_context("a room");
+        unlink(path);
+        keeps = 0;
+        CHECK(sim_reset(&sim) == 0, "no reset");
+    }
+}
+
+static void what_cannot_be_kept(void) {
+    struct world w;
+    begin_keeping(&w);
+    const size_t all = oo_host_bytes(w.host);
+    struct oo_host *other;
+    need(oo_host_create(8192, &other), "memory");
+    CHECK(oo_host_keep(w.host, BEFORE + 1, 1, other, 0) == OO_E_ARGUMENT &&
+              strstr(oo_error_message(), "kept already"),
+          "%s", oo_error_message());
+    CHECK(oo_host_keep(w.host, BEFORE - 1, 2, other, 0) == OO_E_ARGUMENT, "from before it");
+    need(oo_host_keep(w.host, 0, BEFORE - 1, other, 1), "what is free");
+    CHECK(oo_host_keep(w.host, all, 1, other, 0) == OO_E_ARGUMENT, "behind the file");
+    CHECK(oo_host_keep(w.host, all - 1, 2, other, 0) == OO_E_ARGUMENT, "across its end");
+    CHECK(oo_host_keep(w.host, all - 1, 1, other, 8192) == OO_E_ARGUMENT, "behind the memory");
+    CHECK(oo_host_keep(w.host, all - 1, 0, other, 0) == OO_E_ARGUMENT, "nothing");
+    CHECK(oo_host_keep(other, 0, 1, kept_in, 0) == OO_E_ARGUMENT, "of no file");
+    CHECK(oo_host_keep(w.host, all - 1, 1, w.host, 0) == OO_E_ARGUMENT, "in a file");
+    need(step(&w), "step");
+    need(world_remove(&w), "remove");
+    need(oo_engine_unlock(w.engine, w.host), "unlock"); /* then nothing is kept any more */
+    need(oo_host_destroy(other), "destroy");
+    need(oo_engine_lock(w.engine, w.host, 0), "lock");
+    need(oo_model_add(w.engine, &w.model), "a model");
+    need(oo_host_destroy(kept_in), "the room");
+    keeps = 0;
+    end(&w, "kept again");
+}
+
+/* The threads that read go with the last file. */
+static void threads_that_read_end_with_the_files(void) {
+    struct world w;
+    begin(&w, 100000);
+    const size_t least =
+        oo__processors() < OO_FEED_THREADS ? oo__processors() : (size_t)OO_FEED_THREADS;
+    struct oo_host *pageable, *file;
+    need(oo_host_create(4096, &pageable), "memory");
+    need(oo_engine_lock(w.engine, pageable, 0), "which is not locked");
+    need(open_file(&file), "another file");
+    need(oo_engine_lock(w.engine, file, 0), "which is known too");
+    need(step(&w), "step");
+    need(world_remove(&w), "remove");
+    need(oo_engine_unlock(w.engine, w.host), "unlock");
+    CHECK(w.engine->feeder.n_threads == OO_READ_THREADS, "%u threads", w.engine->feeder.n_threads);
+    need(oo_host_destroy(file), "destroy");
+    CHECK(w.engine->feeder.n_threads == least, "%u threads", w.engine->feeder.n_threads);
+    need(oo_engine_lock(w.engine, w.host, 0), "know");
+    CHECK(w.engine->feeder.n_threads == OO_READ_THREADS, "%u threads", w.engine->feeder.n_threads);
+    need(oo_host_destroy(pageable), "destroy");
+    need(oo_model_add(w.engine, &w.model), "a model");
+    end(&w, "threads");
+}
+
 enum { NEXT_SECOND, NEXT_NANOSECOND, CUT_OFF, DELETED, REPLACED, CHANGES };
 
 static void set_time(time_t seconds, long nanoseconds) {
@@ -425,6 +617,8 @@ static void a_unit_of_several_pieces(int has_ring) {
     need(open_file(&w.host), "open");
     w.host->disk->read = counted_read;
     n_reads = fails = 0;
+    need(oo_host_create(bytes + 77, &kept_in), "a room");
+    need(oo_host_keep(w.host, BEFORE, bytes, kept_in, 77), "keep");
     need(oo_engine_lock(w.engine, w.host, 0), "know");
     need(oo_lease_add(w.engine, &w.lease), "lease");
     w.leased = 1;
@@ -441,7 +635,12 @@ static void a_unit_of_several_pieces(int has_ring) {
     need(use(&w, 0, OO_FORWARD), "use");
     CHECK(has_ring == (w.engine->up.base != NULL), "a ring is there, or not");
     CHECK(n_reads == 3 && stats_of(&w).disk_read_bytes == bytes, "%u reads", n_reads);
+    CHECK(oo_host_arrived(kept_in) == bytes, "%zu bytes kept", oo_host_arrived(kept_in));
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(use(&w, 0, OO_FORWARD), "use");
+    CHECK(n_reads == 3 && stats_of(&w).h2d_bytes == 2 * bytes, "%u reads", n_reads);
     end(&w, "several pieces");
+    need(oo_host_destroy(kept_in), "the room");
 }
 
 static void a_unit_travels_in_pieces(void) { a_unit_of_several_pieces(1); }
@@ -456,6 +655,13 @@ static const struct check_case cases[] = {
     CASE(where_nothing_can_be_locked_it_is_read_all_the_same),
     CASE(what_is_written_in_memory_counts),
     CASE(a_hit_sees_that_memory_was_written),
+    CASE(what_has_a_place_is_read_once),
+    CASE(whatever_fails_while_it_arrives_the_next_step_is_right),
+    CASE(nothing_of_another_file_is_kept),
+    CASE(a_write_counts_more_than_what_is_kept),
+    CASE(a_room_goes_before_its_file_or_after_it),
+    CASE(what_cannot_be_kept),
+    CASE(threads_that_read_end_with_the_files),
     CASE(a_file_that_is_another_is_refused_until_it_is_back),
     CASE(memory_counts_where_all_of_it_is_known),
     CASE(another_file_than_the_callers_is_not_opened),

@@ -167,6 +167,88 @@ def test_sharded_files_stay_where_they_are(device, tmp_path):
             assert_same(again.state_dict(), resident.state_dict())
 
 
+# ---- what memory has room for ----
+
+
+def stats_of(manager):
+    return manager.state.engine.stats(manager.attachment.model)
+
+
+def test_what_has_room_is_read_by_the_first_step_and_locked_then(device, tmp_path):
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, device, path) as manager:
+        before = stats_of(manager)
+        kept = before["disk_kept_bytes"]
+        assert WEIGHT <= kept <= 300 * 1024
+        assert before["disk_arrived_bytes"] == before["disk_read_bytes"] == 0
+        locked = before["locked_bytes"] - before["ring_bytes"]
+        assert_same(managed.state_dict(), resident.state_dict())
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        assert stats_of(manager)["disk_arrived_bytes"] == kept
+        assert_models_agree(managed, resident, step, device=device)
+        after = stats_of(manager)
+        assert after["locked_bytes"] - after["ring_bytes"] >= locked + kept
+        assert_same(managed.state_dict(), resident.state_dict())
+
+
+def test_where_nothing_may_be_locked_it_arrives_too(device, tmp_path):
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, device, path, ram_budget="1GiB", lock="never") as manager:
+        assert_models_agree(managed, resident, step, device=device)
+        stats = stats_of(manager)
+        assert 0 < stats["disk_arrived_bytes"] == stats["disk_kept_bytes"]
+        assert stats["disk_read_bytes"] == stats["disk_kept_bytes"]
+        assert stats["locked_bytes"] == stats["ring_bytes"] and stats["disk_bytes"] == 0
+
+
+def test_what_a_whole_forward_did_not_need_keeps_nothing_waiting(tmp_path):
+    _, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, "cpu", path, ram_budget="1GiB") as manager:
+        every = list(managed.blocks)
+        managed.blocks = nn.ModuleList(every[:2] + every[-1:])
+        locked = stats_of(manager)["locked_bytes"]
+        for _ in range(3):
+            step(managed)
+        stats = stats_of(manager)
+        assert stats["disk_arrived_bytes"] < stats["disk_kept_bytes"]
+        assert stats["locked_bytes"] > locked
+        managed.blocks = nn.ModuleList(every)
+        step(managed)
+        assert stats_of(manager)["disk_arrived_bytes"] == stats["disk_kept_bytes"]
+
+
+@pytest.mark.parametrize("blocks", [0, 1, DEPTH // 2 + 1])
+def test_detach_while_weights_arrive(device, tmp_path, blocks):
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, device, path) as manager:
+        if blocks:
+            handle = managed.blocks[blocks - 1].register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                step(managed)
+            handle.remove()
+        assert (read_bytes(manager) > 0) == (blocks > 0)
+        assert_same(managed.state_dict(), resident.state_dict())
+    assert_same(managed.state_dict(), resident.state_dict())
+
+
+def test_a_file_that_is_replaced_before_the_first_step(device, tmp_path):
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, device, path, ram_budget="1GiB") as manager:
+        path.rename(tmp_path / "away")
+        with pytest.raises(OffloadError, match=r"model\.safetensors' was written, replaced"):
+            step(managed)
+        assert stats_of(manager)["disk_arrived_bytes"] == 0
+        (tmp_path / "away").rename(path)
+        assert_models_agree(managed, resident, step, device=device)
+        path.unlink()  # all of it is in memory
+        assert_models_agree(managed, resident, step, device=device)
+
+
 def test_nothing_of_what_stays_is_read_at_attach(tmp_path):
     _, path = saved(tmp_path)
     managed = without_values()
@@ -209,23 +291,20 @@ def test_another_arena_reads_the_same(device, tmp_path):
 # ---- weights that are written after all ----
 
 
-def farthest(manager):
-    """Return a layer whose weight is on disk."""
-    return next(
-        layer
-        for layer in manager.layers
-        if manager.attachment.pieces.is_on_disk(layer.masters.addresses["weight"])
-    )
+# Of the one that memory has room for, and of one that it has not.
+both_kinds = pytest.mark.parametrize("number", [DEPTH // 2, 0], ids=["kept", "read"])
 
 
+@both_kinds
+@pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("how", ["in place", "unseen", "loaded"])
-def test_a_write_is_used(device, tmp_path, how):
+def test_a_write_is_used(device, tmp_path, how, steps, number):
     resident, path = saved(tmp_path)
     before = path.read_bytes()
     managed = without_values()
     with on_disk(managed, device, path) as manager:
-        assert_models_agree(managed, resident, step, steps=1, device=device)
-        name = farthest(manager).name
+        assert_models_agree(managed, resident, step, steps=steps, device=device)
+        name = f"blocks.{number}.base"
         for model in (managed, resident):
             weight = model.get_submodule(name).weight
             with torch.no_grad():
@@ -239,16 +318,19 @@ def test_a_write_is_used(device, tmp_path, how):
                     model.load_state_dict({f"{name}.weight": weight * 1.5}, strict=False)
         assert_models_agree(managed, resident, step, device=device)
         assert_same(managed.state_dict(), resident.state_dict())
+        assert name in {layer.name for layer in manager.layers}
     assert path.read_bytes() == before, "the file was written"
 
 
-def test_a_weight_that_is_trained_later_moves_into_memory(device, tmp_path):
+@both_kinds
+def test_a_weight_that_is_trained_later_moves_into_memory(device, tmp_path, number):
     resident, path = saved(tmp_path)
     before = path.read_bytes()
     managed = without_values()
     with on_disk(managed, device, path) as manager:
-        layer = farthest(manager)
-        on_disk_before = disk_bytes(manager)
+        (layer,) = [one for one in manager.layers if one.name == f"blocks.{number}.base"]
+        kind = "disk_bytes" if number == 0 else "disk_kept_bytes"
+        was = stats_of(manager)[kind]
         for model in (managed, resident):
             model.get_submodule(layer.name).weight.requires_grad_()
         optimizers = [
@@ -258,7 +340,7 @@ def test_a_weight_that_is_trained_later_moves_into_memory(device, tmp_path):
         for _ in range(2):
             assert_models_agree(managed, resident, step, device=device)
             step_alike(managed, resident, optimizers, device)
-        assert disk_bytes(manager) == on_disk_before - WEIGHT
+        assert stats_of(manager)[kind] == was - WEIGHT
         assert not manager.attachment.pieces.is_on_disk(layer.masters.addresses["weight"])
         assert_models_agree(managed, resident, step, device=device)
     assert path.read_bytes() == before, "the file was written"
