@@ -106,7 +106,7 @@ class HostBuffer:
     """
 
     def __new__(
-        cls, nbytes: int, node: int = -1, file: int = -1, begin: int = 0, path: str | None = None
+        cls, nbytes: int, node: int = -1, file: int = -1, begin: int = 0, path: bytes = ...
     ) -> Self:
         """`node`: the NUMA node that its pages shall be on, as far as threads may run there.
 
@@ -126,6 +126,9 @@ class HostBuffer:
 
     @property
     def locked(self) -> bool: ...
+    def check(self, offset: int, nbytes: int, /) -> None:
+        """Refuse bytes of a file that was written since, unless this process has written them."""
+
     def keep(self, room: HostBuffer, offset: int, nbytes: int, place: int, /) -> None:
         """Keep bytes of the file that it is at `place` of `room`, once an engine has read them.
 

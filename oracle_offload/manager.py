@@ -334,6 +334,7 @@ class MemoryManager:
         if module is None:
             return None  # its memory was given back when it was deleted
         self.state.check_process()
+        self.attachment.warn_of_written_files()
         self.attachment.close_patiently()
         if self.answers is not None:
             self.answers.end()

@@ -59,9 +59,9 @@ NOTES: dict[str, dict[str, str]] = {
             "Each step would wait for another machine, and a change there is not seen in time: "
             "copy the files to a local disk."
         ),
-        "was written, replaced or deleted since its weights were attached": (
-            "Weights that stay in their file are read as long as the model is attached. Leave the "
-            "file alone meanwhile; a new version goes to another name."
+        "was written since its weights were attached": (
+            "Weights that stay in their file are read as long as the model is attached. A new "
+            "version goes to another file, which may then be renamed to this one's name."
         ),
         "ended before its bytes had come": (
             "A read returned less than the file has: look at the system's log for the disk."

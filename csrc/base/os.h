@@ -41,8 +41,8 @@ int oo__pages_show(void *pages, size_t bytes, int file, uint64_t begin);
 int oo__pages_own(void *memory, size_t bytes);
 size_t oo__page_bytes(void);
 
-/* Which file it is, and of when: another where it was written, cut off or replaced. Of numbers of
- * one size, so that its bytes can be compared. */
+/* Which file it is, and of when: another where it was written or cut off. Of numbers of one size,
+ * so that its bytes can be compared. */
 struct oo_file_state {
     uint64_t device, inode, size, written_s, written_ns;
 };
@@ -51,9 +51,8 @@ struct oo_file_state {
  * systems refuse that here, or with EINVAL as it is read. On Windows neither, nor what follows. */
 int oo__file_open(const char *path, int direct);
 void oo__file_close(int file);
-/* Of an open file; of what has the name `path` now. Returns 0, or -1 with errno. */
+/* Of an open file. Returns 0, or -1 with errno. */
 int oo__file_state(int file, struct oo_file_state *state);
-int oo__path_state(const char *path, struct oo_file_state *state);
 /* Read from `begin` on. Returns the bytes that were read, fewer only where the file ends, or -1
  * with errno. */
 ptrdiff_t oo__file_read(int file, void *target, size_t bytes, uint64_t begin);

@@ -181,27 +181,19 @@ int oo__file_open(const char *path, int direct) {
 
 void oo__file_close(int file) { close(file); }
 
-static int oo__state_of(int failed, const struct stat *found, struct oo_file_state *state) {
-#if defined(__APPLE__)
-    const struct timespec written = found->st_mtimespec;
-#else
-    const struct timespec written = found->st_mtim;
-#endif
-    if (!failed)
-        *state = (struct oo_file_state){(uint64_t)found->st_dev, (uint64_t)found->st_ino,
-                                        (uint64_t)found->st_size, (uint64_t)written.tv_sec,
-                                        (uint64_t)written.tv_nsec};
-    return failed;
-}
-
 int oo__file_state(int file, struct oo_file_state *state) {
     struct stat found = {0};
-    return oo__state_of(fstat(file, &found), &found, state);
-}
-
-int oo__path_state(const char *path, struct oo_file_state *state) {
-    struct stat found = {0};
-    return oo__state_of(stat(path, &found), &found, state);
+    const int failed = fstat(file, &found);
+#if defined(__APPLE__)
+    const struct timespec written = found.st_mtimespec;
+#else
+    const struct timespec written = found.st_mtim;
+#endif
+    if (!failed)
+        *state = (struct oo_file_state){(uint64_t)found.st_dev, (uint64_t)found.st_ino,
+                                        (uint64_t)found.st_size, (uint64_t)written.tv_sec,
+                                        (uint64_t)written.tv_nsec};
+    return failed;
 }
 
 ptrdiff_t oo__file_read(int file, void *target, size_t bytes, uint64_t begin) {

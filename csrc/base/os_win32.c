@@ -131,11 +131,6 @@ int oo__file_state(int file, struct oo_file_state *state) {
     return oo__no_files();
 }
 
-int oo__path_state(const char *path, struct oo_file_state *state) {
-    (void)path, (void)state;
-    return oo__no_files();
-}
-
 ptrdiff_t oo__file_read(int file, void *target, size_t bytes, uint64_t begin) {
     (void)file, (void)target, (void)bytes, (void)begin;
     return oo__no_files();

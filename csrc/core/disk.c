@@ -9,9 +9,10 @@
  * copied from there henceforth: so it is read once, by the first use, and not before that. It is
  * a copy of the file's bytes, which are the masters as long as no one writes their pages.
  *
- * The file is open for as long as its memory is there. That it is the same still is asked after
- * each read, so that bytes which were written while they were read are never used: a write changes
- * the time of the file before its first byte. */
+ * The file is open for as long as its memory is there: what is done with its name, by a rename or a
+ * delete, changes none of its bytes. That no one has written it is asked after each read, so that
+ * bytes which were written while they were read are never used: a write changes the time of the
+ * file before its first byte. */
 #include "disk.h"
 
 #include <errno.h>
@@ -39,6 +40,20 @@ void oo__disk_free(struct oo_disk *disk) {
     free(disk);
 }
 
+/* Open it once more, past the cache; -1 in `direct` where the file system has no such reads. */
+static enum oo_status oo__disk_open_direct(struct oo_disk *disk) {
+    struct oo_file_state found = {0};
+    disk->direct = oo__file_open(disk->path, 1);
+    if (disk->direct < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM))
+        return oo__fail(OO_E_FILE, "'%s' cannot be read: %s", disk->path, strerror(errno));
+    if (disk->direct >= 0)
+        (void)oo__file_state(disk->direct, &found);
+    return disk->direct < 0 || oo__same_state(&found, &disk->state)
+               ? OO_OK
+               : oo__fail(OO_E_FILE, "'%s' was replaced or written while it was opened",
+                          disk->path);
+}
+
 enum oo_status oo__disk_open(const char *path, int file, struct oo_disk **out) {
     struct oo_file_state caller = {0};
     struct oo_disk *disk = *out = malloc(sizeof *disk);
@@ -57,20 +72,17 @@ enum oo_status oo__disk_open(const char *path, int file, struct oo_disk **out) {
     (void)oo__file_state(file, &caller); /* of no file: it has no size */
     if (!oo__same_state(&disk->state, &caller))
         return oo__fail(OO_E_FILE, "'%s' was replaced or written while it was opened", path);
-    disk->direct = oo__file_open(path, 1);
-    return OO_OK;
+    return oo__disk_open_direct(disk);
 }
 
 struct oo_disk *oo__disk_of(const struct oo_part *part) {
     return part && part->memory ? part->memory->host->disk : NULL;
 }
 
-/* What has its name now is the file that is open if it has its number, which no other has for as
- * long as it is. */
 static int oo__disk_is_same(const struct oo_disk *disk) {
-    struct oo_file_state named = {0};
-    (void)oo__path_state(disk->path, &named);
-    return oo__same_state(&named, &disk->state);
+    struct oo_file_state now = {0};
+    (void)oo__file_state(disk->buffered, &now);
+    return oo__same_state(&now, &disk->state);
 }
 
 /* Whether memory can be read for them: a page that is not written is the file's, as it is now. */
@@ -274,13 +286,22 @@ const char *oo__disk_read(const struct oo_part *part, const char *masters, size_
     return room + skew;
 }
 
+enum oo_status oo_host_check(const struct oo_host *host, size_t offset, size_t bytes) {
+    if (offset > host->bytes || bytes > host->bytes - offset)
+        return oo__fail(OO_E_ARGUMENT, "there are no %zu bytes at %zu of the memory", bytes,
+                        offset);
+    if (!host->disk || oo__disk_shows(host->disk, (const char *)host->pages + offset, bytes))
+        return OO_OK;
+    return oo__disk_fail(&(struct oo_failure){.disk = host->disk, .error = OO_DISK_CHANGED});
+}
+
 enum oo_status oo__disk_fail(const struct oo_failure *failure) {
     const char *path = failure->disk->path;
     if (failure->error == OO_DISK_CHANGED)
         return oo__fail(OO_E_FILE,
-                        "'%s' was written, replaced or deleted since its weights were attached, "
-                        "and they are still read from it: put the file back as it was, with its "
-                        "time, or detach, and attach again from one that stays",
+                        "'%s' was written since its weights were attached, and they are still "
+                        "read from it: detach, and attach again from a file that stays as it is "
+                        "(one that is to replace it may be renamed to its name)",
                         path);
     if (failure->error == OO_DISK_SHORT)
         return oo__fail(OO_E_FILE,

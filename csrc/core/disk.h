@@ -19,7 +19,7 @@ struct oo_kept {
 
 /* The file that a host memory's pages show, privately: from the first page on, all of it. */
 struct oo_disk {
-    char *path;                 /* for messages, and for what it names now */
+    char *path;                 /* that it was opened by, for messages */
     struct oo_file_state state; /* when it was opened: later it must be the same */
     int buffered, direct;       /* descriptors; `direct` -1: the system refuses to read so */
     _Atomic int refused;        /* it did when something was read */

@@ -141,10 +141,13 @@ enum oo_status oo_host_create_shared(size_t bytes, int file, uint64_t begin, str
  * read from the file each time, past the system's cache where that can be. A page that is written
  * is memory from then on, of this process alone. `file` is a descriptor of it that is open already.
  * The memory cannot be locked: let an engine know it by oo_engine_lock of 0 bytes. OO_E_FILE where
- * the file cannot be read, or is another than `file`'s. Where it is written, replaced or deleted
- * later, or cannot be read, the same comes of each acquire of what is in it, until it is as it was.
- * On Windows always. */
+ * the file cannot be read, or is another than `file`'s. Where it is written later, or cannot be
+ * read, the same comes of each acquire of what is in it; what has its name does not matter. On
+ * Windows always. */
 enum oo_status oo_host_create_file(const char *path, int file, struct oo_host **out);
+/* Whether bytes of the memory are what they were when it was created, but for what this process has
+ * written: OO_E_FILE where they are of a file that was written since. Ask after they were read. */
+enum oo_status oo_host_check(const struct oo_host *host, size_t offset, size_t bytes);
 /* Keep `bytes` at `offset` of memory that shows a file at `place` of other memory, `room`, once
  * they have been read: what travels of them later comes from there, directly where the engine has
  * locked it. For units that are added from now on; it ends when no engine knows the file any more,

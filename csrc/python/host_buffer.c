@@ -10,8 +10,8 @@ static PyObject *oo__buffer_new(PyTypeObject *type, PyObject *arguments, PyObjec
     PyObject *argument, *first = NULL;
     unsigned long long nbytes, begin = 0;
     int node = -1, file = -1;
-    const char *path = NULL;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O|iiOz", names, &argument, &node, &file,
+    PyObject *path = NULL; /* of bytes: a file's name may be no text */
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O|iiOS", names, &argument, &node, &file,
                                      &first, &path) ||
         oo__integer(argument, "HostBuffer", &parameter, &nbytes) < 0 ||
         (first && oo__integer(first, "HostBuffer", &offset, &begin) < 0))
@@ -20,7 +20,7 @@ static PyObject *oo__buffer_new(PyTypeObject *type, PyObject *arguments, PyObjec
     struct oo_host *host = NULL;
     enum oo_status status;
     if (path)
-        status = oo_host_create_file(path, file, &host);
+        status = oo_host_create_file(PyBytes_AsString(path), file, &host);
     else if (file < 0)
         status = oo_host_create((size_t)nbytes, &host);
     else
@@ -86,6 +86,18 @@ static PyObject *oo__buffer_fill(PyObject *object, PyObject *const *arguments, P
     Py_RETURN_NONE;
 }
 
+static PyObject *oo__buffer_check(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+    static const struct oo_parameter parameters[] = {OO_BYTES("offset"), OO_BYTES("nbytes")};
+    const struct oo_host *host = ((struct oo_py_buffer *)object)->host;
+    unsigned long long v[2];
+    if (oo__integers("check", arguments, count, parameters, OO_COUNT_OF(parameters), v) < 0)
+        return NULL;
+    const enum oo_status status = oo_host_check(host, (size_t)v[0], (size_t)v[1]);
+    if (status != OO_OK)
+        return oo_raise(oo__state_of(Py_TYPE(object)), status);
+    Py_RETURN_NONE;
+}
+
 static PyObject *oo__buffer_keep(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
     static const struct oo_parameter parameters[] = {OO_BYTES("offset"), OO_BYTES("nbytes"),
                                                      OO_BYTES("place")};
@@ -138,6 +150,8 @@ static PyObject *oo__buffer_arrived(PyObject *object, void *unused) {
 static PyMethodDef oo__buffer_methods[] = {
     {"fill", (PyCFunction)(void (*)(void))oo__buffer_fill, METH_FASTCALL,
      "fill($self, offset, source, nbytes, /)\n--\n\nCopy nbytes from address source to offset."},
+    {"check", (PyCFunction)(void (*)(void))oo__buffer_check, METH_FASTCALL,
+     "check($self, offset, nbytes, /)\n--\n\nRefuse bytes of a file that was written since."},
     {"keep", (PyCFunction)(void (*)(void))oo__buffer_keep, METH_FASTCALL,
      "keep($self, room, offset, nbytes, place, /)\n--\n\nKeep bytes of a file in `room`, once they "
      "are read."},

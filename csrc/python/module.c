@@ -50,6 +50,12 @@ static void oo__raise_made(PyObject *error) {
     Py_XDECREF(error);
 }
 
+static void oo__raise_text(PyObject *type, PyObject *text) {
+    if (text)
+        PyErr_SetObject(type, text);
+    Py_XDECREF(text);
+}
+
 PyObject *oo_raise(const struct oo_module_state *state, enum oo_status status) {
     const char *message = oo_error_message();
     const char *call, *name;
@@ -73,6 +79,9 @@ PyObject *oo_raise(const struct oo_module_state *state, enum oo_status status) {
         oo__raise_made(
             PyObject_CallFunction(state->driver_error, "ssis", message, call, code, name));
         break;
+    case OO_E_FILE: /* whose name may be no text */
+        oo__raise_text(state->offload_error, PyUnicode_DecodeFSDefault(message));
+        break;
     case OO_OK:
     case OO_WOULD_BLOCK:
     case OO_E_STATE:
@@ -82,7 +91,6 @@ PyObject *oo_raise(const struct oo_module_state *state, enum oo_status status) {
     case OO_E_DRIVER_MISSING:
     case OO_E_DRIVER_OLD:
     case OO_E_NO_DEVICE:
-    case OO_E_FILE:
     default:
         PyErr_SetString(state->offload_error, message);
         break;

@@ -70,7 +70,8 @@ class WeightFile:
 
     def memory(self) -> HostBuffer:
         """Return all of the file as memory for masters that stay there: see `HostBuffer`."""
-        return HostBuffer(self._state[0], file=self._file.fileno(), path=os.path.abspath(self.path))
+        path = os.fsencode(os.path.abspath(self.path))
+        return HostBuffer(self._state[0], file=self._file.fileno(), path=path)
 
     def _current_state(self) -> tuple[int, int]:
         found = os.fstat(self._file.fileno())

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +53,22 @@ def save_weights(
     Raises
     ------
     OffloadError
-        A tensor that safetensors cannot hold: quantised by a library, or without values.
+        A tensor that safetensors cannot hold: quantised by a library, or without values. One that
+        stays in a file (``disk=True``) which was written since.
     ValueError
         `shard_bytes` is no size.
     OSError
         The system refused it.
     """
     tensors = _tensors(module)
+
+    def check() -> None:  # weights that stay in files which were written meanwhile are refused
+        module.state_dict(keep_vars=True)
+
     target = Path(path)
     most = parse_size(shard_bytes, name="shard_bytes")
     if target.name.endswith(SUFFIX):
-        _write(target, tensors)
+        _write(target, tensors, check)
         return
     target.mkdir(parents=True, exist_ok=True)
     single, index = target / f"{name}{SUFFIX}", target / f"{name}{INDEX_SUFFIX}"
@@ -76,7 +81,7 @@ def save_weights(
     # An index may name any file: only weights are taken for what was saved here before.
     old = [file for file in sorted(before | {single.name}) if file.endswith(SUFFIX)]
     if len(shards) == 1:
-        _write(single, tensors)
+        _write(single, tensors, check)
         # The index goes first: without it the new file alone is read.
         left = [index.name, *(file for file in old if file != single.name)] if replaces else []
     else:
@@ -87,7 +92,7 @@ def save_weights(
             for number in range(1, len(shards) + 1)
         ]
         for file, shard in zip(files, shards, strict=True):
-            _write(target / file, shard)
+            _write(target / file, shard, check)
         weights = {key: file for file, shard in zip(files, shards, strict=True) for key in shard}
         total = sum(map(tensor_bytes, tensors.values()))
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2)
@@ -131,7 +136,7 @@ def _shards(tensors: Mapping[str, Tensor], most: int) -> Iterator[dict[str, Tens
     yield shard
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write(path: Path, tensors: Mapping[str, Tensor], check: Callable[[], object]) -> None:
     rows = {name: (_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
 
     def write(sink: Sink) -> None:
@@ -139,6 +144,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         for tensor in tensors.values():
             for block in _blocks(tensor):
                 sink.write(memory(block))
+        check()
 
     replace_file(path, write)
 

@@ -13,6 +13,8 @@ AS_THEY_ARE = frozenset(
         "locked_bytes",
         "pageable_bytes",
         "disk_bytes",
+        "disk_kept_bytes",
+        "disk_arrived_bytes",
         "ring_bytes",
         "arena_bytes",
         "staging_bytes",

@@ -73,6 +73,9 @@ class Attachment(Protocol):
     def let_go_soon(self, layer: Leaf) -> None:
         """Do so now, or when the structure settles."""
 
+    def before_saving(self, module: nn.Module) -> None:
+        """Refuse what of a module's tensors is in a file that was written since."""
+
     def written_elsewhere(
         self, leaf: Leaf, module: nn.Module, state: Mapping[str, Any], prefix: str, assign: bool
     ) -> list[str]:

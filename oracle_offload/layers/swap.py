@@ -208,6 +208,12 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
                     state_dict[prefix + name] = self._parameters[name]
         base._load_from_state_dict(self, state_dict, prefix, local_metadata, *args, **kwargs)
 
+    def _save_to_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+        leaf: Leaf | None = self.__dict__.get(HANDLE)
+        if leaf is not None:
+            leaf.attachment.before_saving(self)
+        base._save_to_state_dict(self, *args, **kwargs)
+
     def __setattr__(self: Any, name: str, value: Any) -> None:
         leaf: Leaf | None = self.__dict__.get(HANDLE)
         if leaf is not None and name in self.__dict__["_parameters"]:
@@ -239,6 +245,7 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
             "__setattr__": __setattr__,
             "__getattr__": __getattr__,
             "_load_from_state_dict": _load_from_state_dict,
+            "_save_to_state_dict": _save_to_state_dict,
             "__reduce_ex__": __reduce_ex__,
             BASE: base,
             **members,

@@ -592,8 +592,16 @@ class Attachment:
             }
             if not apart:
                 return
+            shown = {key: tensor.detach() for key, tensor in apart.items()}
+            self.pieces.check_files(shown.values())
             for piece in masters.split_pieces([[tensor] for tensor in apart.values()]):
                 self.pieces.add(masters.Piece(piece, node=self.pieces.node))
+            try:
+                self.pieces.check_files(shown.values())  # while they were copied
+            except OffloadError:
+                for key, tensor in apart.items():
+                    repoint(tensor, shown[key])
+                raise
             for layer in layers:
                 with contextlib.suppress(OffloadError):  # in use: it follows at its next call
                     layer.follow()
@@ -633,6 +641,29 @@ class Attachment:
                 + ("leave assign=True away." if assign else "detach, load, and attach again.")
             )
         return [] if share.ranks.is_first else shared
+
+    def before_saving(self, module: nn.Module) -> None:
+        """Refuse what of a module's tensors is in a file that was written since.
+
+        Raises
+        ------
+        OffloadError
+            It names the file.
+        """
+        own = (*module._parameters.values(), *module._buffers.values())
+        self.pieces.check_files(tensor for tensor in own if type(tensor) is nn.Parameter)
+
+    def warn_of_written_files(self) -> None:
+        """Say that weights which were left in files are others now."""
+        try:
+            for layer in list(self.layers):
+                self.pieces.check_files(layer.tensors())
+        except OffloadError as error:
+            logger.warning(
+                "%s is detached, and what of its weights is in files is as these are now: %s",
+                self.name,
+                error,
+            )
 
     def is_shared(self, tensor: Tensor) -> bool:
         """Whether a tensor is in memory that ranks share, or is made of some that are."""

@@ -28,7 +28,14 @@ from ..disk.reading import Files
 from ..engine.coded import CodedMaster, Prepared
 from ..engine.devices import repoint
 from ..engine.engines import DeviceState
-from ..engine.geometry import aligned, contiguous_stride, is_dense, tensor_bytes, unit_bytes
+from ..engine.geometry import (
+    aligned,
+    contiguous_stride,
+    is_dense,
+    memory_of,
+    tensor_bytes,
+    unit_bytes,
+)
 from ..errors import OffloadError
 from ..host import memory
 from ..host.progress import DelayedBar
@@ -630,6 +637,20 @@ class Pieces:
         """Whether the tensor at `address` is in a file."""
         piece = self._piece_at(address)
         return piece is not None and piece.is_file
+
+    def check_files(self, tensors: Iterable[Tensor]) -> None:
+        """Refuse those of `tensors` whose memory shows a file that was written since.
+
+        Raises
+        ------
+        OffloadError
+            It names the file.
+        """
+        for tensor in tensors:
+            start, end = memory_of(tensor)
+            piece = self._piece_at(start)
+            if piece is not None and piece.is_file:
+                piece.buffer.check(start - piece.start, end - start)
 
     def _piece_at(self, address: int) -> Piece | None:
         with self._state.lock:

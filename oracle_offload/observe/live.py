@@ -143,6 +143,8 @@ class Live:
             ("stalls", _stalls(value("stalls"), value("stall_s"), value("interval_s"))),
             ("hits", _hits(value("hits"), value("acquires"))),
         ]
+        if value("disk_bytes") or value("disk_kept_bytes"):
+            rows.insert(3, ("from files", self._from_files()))
         rows += [(f"rank {other.rank}", other.in_short()) for other in self.others]
         if "power_w" in self.numbers:
             rows += [
@@ -157,6 +159,14 @@ class Live:
                 ("link", _link(value("link_generation"), value("link_width"))),
             ]
         return rows
+
+    def _from_files(self) -> str:
+        value = self.numbers.get
+        read, interval_s = value("disk_read_bytes"), value("interval_s")
+        gbps = read / interval_s / 1e9 if read and interval_s else None
+        to_come = (value("disk_kept_bytes") or 0) - (value("disk_arrived_bytes") or 0)
+        arrives = f"; {show_size(to_come)} of what memory keeps is to come" if to_come > 0 else ""
+        return _copies(read, gbps) + arrives
 
     def bars(self) -> list[Mapping[str, Any]]:
         """Return who holds the memory of each device, and of the host."""

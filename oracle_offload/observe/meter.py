@@ -27,13 +27,18 @@ Numbers = dict[str, int | float | None]
 # What the system and the driver answer slowly is asked no more often than this.
 _ASK_AGAIN_S = 1.0
 # Counters of the engine that are shown as what they grew by.
-_GROWING = "h2d_bytes d2h_bytes acquires hits late stale evictions host_waits".split()
+_GROWING = (
+    "h2d_bytes d2h_bytes disk_read_bytes acquires hits late stale evictions host_waits".split()
+)
 # What is now, and the counter of it.
 _NOW = {
     "arena_bytes": "arena_bytes",
     "in_arena_bytes": "resident_bytes",
     "locked_bytes": "locked_bytes",
     "pageable_bytes": "pageable_bytes",
+    "disk_bytes": "disk_bytes",
+    "disk_kept_bytes": "disk_kept_bytes",
+    "disk_arrived_bytes": "disk_arrived_bytes",
 }
 
 

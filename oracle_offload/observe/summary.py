@@ -169,8 +169,9 @@ class DeviceUsage:
     What is not page-locked passes through rings of `ring_bytes` that are; `unlocked_h2d_gbps` is
     how fast the engine's copy threads fed them, by the host's clock, also on the simulated device.
     These run on `numa_node`, the one nearest to the device, where the system names it. Of
-    `disk_bytes` of weights that stay in files, `disk_read_bytes` have been read so far;
-    `disk_gbps` is how fast one thread reads, as several do at once.
+    `disk_bytes` of weights that stay in files, and `disk_kept_bytes` that are kept in memory once
+    read (`disk_arrived_bytes` are), `disk_read_bytes` have been read so far; `disk_gbps` is how
+    fast one thread reads, as several do at once.
     `lock_refusals` counts how often the driver gave no page-locked memory. `left_bytes` of
     activations have left for the host, and `returned_bytes` of them came back. `brought_bytes` came
     to be added to, or stepped: sums of gradients, and what `stream_optimizer` brings. What of those
@@ -203,6 +204,8 @@ class DeviceUsage:
     brought_bytes: int = 0
     brought_copies: int = 0
     disk_bytes: int = 0
+    disk_kept_bytes: int = 0
+    disk_arrived_bytes: int = 0
     disk_read_bytes: int = 0
     disk_gbps: float | None = None
     optimizers: list[tuple[str, str]] = field(default_factory=list)
@@ -472,6 +475,8 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
         brought_bytes=stats["brought_bytes"],
         brought_copies=stats["brought_copies"],
         disk_bytes=stats["disk_bytes"],
+        disk_kept_bytes=stats["disk_kept_bytes"],
+        disk_arrived_bytes=stats["disk_arrived_bytes"],
         disk_read_bytes=stats["disk_read_bytes"],
         disk_gbps=_rate(stats["disk_read_bytes"], stats["disk_read_seconds"]),
         optimizers=[(type(one).__name__, how) for one, how in list(state.optimizers.items())],
@@ -646,12 +651,14 @@ def _device_rows(device: DeviceUsage, abbreviated: bool) -> list[tuple[str, str]
         if device.unlocked_h2d_gbps is not None:
             way += f", {device.unlocked_h2d_gbps:.1f} GB/s"
         rows.append(("  which is copied through", way))
-    if device.disk_bytes:
+    if device.disk_bytes or device.disk_kept_bytes:
+        kept, arrived = map(format_size, (device.disk_kept_bytes, device.disk_arrived_bytes))
         read = format_size(device.disk_read_bytes)
         if device.disk_gbps is not None:
             read += f", {device.disk_gbps:.2f} GB/s a thread"
         rows += [
             ("weights in files", format_size(device.disk_bytes)),
+            ("  kept in memory once read", f"{arrived} of {kept} there"),
             ("  read from there so far", read),
         ]
     if device.left_copies:

@@ -1,6 +1,6 @@
 /* Masters that stay in their file: what travels is read from it, whole pages past the cache or, if
  * the system refuses that, with it; a read that fails or ends early is reported to who asks for
- * the unit, and the next step is right; a file that is not what it was is never used; what was
+ * the unit, and the next step is right; a file that was written is never used; what was
  * written in memory is what counts; and what has a place in memory is read once. */
 #define _GNU_SOURCE /* utimensat, mkstemp */
 #include "world.h"
@@ -12,6 +12,7 @@
 #include <fcntl.h>
 #include <math.h>
 #include <stdatomic.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -479,59 +480,98 @@ static void threads_that_read_end_with_the_files(void) {
     end(&w, "threads");
 }
 
-enum { NEXT_SECOND, NEXT_NANOSECOND, CUT_OFF, DELETED, REPLACED, CHANGES };
+enum { NEXT_SECOND, NEXT_NANOSECOND, CUT_OFF, CHANGES };
 
 static void set_time(time_t seconds, long nanoseconds) {
     const struct timespec times[2] = {{0, UTIME_OMIT}, {seconds, nanoseconds}};
     CHECK(utimensat(AT_FDCWD, path, times, 0) == 0, "no time");
 }
 
-/* Each of what tells files apart, alone. */
-static void change_file(int change, const struct stat *was, const char *away) {
+/* Each of what a write changes, alone. */
+static void change_file(int change, const struct stat *was) {
     const time_t seconds = was->st_mtim.tv_sec;
     if (change == NEXT_SECOND)
         set_time(seconds + 1, was->st_mtim.tv_nsec);
     if (change == NEXT_NANOSECOND)
         set_time(seconds, (was->st_mtim.tv_nsec + 1) % 1000000000);
-    if (change == CUT_OFF)
+    if (change == CUT_OFF) {
         CHECK(truncate(path, was->st_size + 1) == 0, "not cut off");
-    if (change == DELETED || change == REPLACED)
-        CHECK(rename(path, away) == 0, "no rename");
-    if (change == REPLACED) {
-        close(open(path, O_CREAT | O_WRONLY, 0600));
-        CHECK(truncate(path, was->st_size) == 0, "not as long");
-    }
-    if (change == CUT_OFF || change == REPLACED)
         set_time(seconds, was->st_mtim.tv_nsec);
+    }
 }
 
-static void change_back(int change, const struct stat *was, const char *away) {
-    if (change == DELETED || change == REPLACED)
-        CHECK(rename(away, path) == 0, "no rename");
+static void change_back(int change, const struct stat *was) {
     if (change == CUT_OFF)
         CHECK(truncate(path, was->st_size) == 0, "not cut off");
     set_time(was->st_mtim.tv_sec, was->st_mtim.tv_nsec);
 }
 
-static void a_file_that_is_another_is_refused_until_it_is_back(void) {
+static void a_file_that_was_written_is_refused_until_it_is_as_it_was(void) {
     struct world w;
     begin(&w, 100000);
     need(step(&w), "step");
     struct stat was;
-    char away[80];
     CHECK(stat(path, &was) == 0, "no file");
-    snprintf(away, sizeof away, "%s-away", path);
     for (int change = 0; change < CHANGES; change++) {
-        change_file(change, &was, away);
+        change_file(change, &was);
         for (int i = 0; i < 2; i++) {
             const enum oo_status status = step(&w);
-            CHECK(status == OO_E_FILE && strstr(oo_error_message(), "written, replaced or deleted"),
+            CHECK(status == OO_E_FILE && strstr(oo_error_message(), "was written since"),
                   "change %d: %s: %s", change, oo_status_name(status), oo_error_message());
         }
-        change_back(change, &was, away);
+        CHECK(oo_host_check(w.host, BEFORE, w.total) == OO_E_FILE &&
+                  strstr(oo_error_message(), path),
+              "%s", oo_error_message());
+        change_back(change, &was);
         need(step(&w), "the next step");
+        need(oo_host_check(w.host, BEFORE, w.total), "check");
     }
+    CHECK(oo_host_check(w.host, BEFORE, w.total + 1) == OO_E_ARGUMENT, "bytes behind the file");
     end(&w, "another file");
+}
+
+/* The file that is open is what is read, whatever has its name. */
+static void its_name_does_not_matter(void) {
+    struct world w;
+    char away[80];
+    begin(&w, 100000);
+    snprintf(away, sizeof away, "%s-away", path);
+    need(step(&w), "step");
+    CHECK(rename(path, away) == 0, "no rename");
+    need(step(&w), "step of a renamed file");
+    const int other = open(path, O_CREAT | O_WRONLY, 0600);
+    CHECK(other >= 0 && write(other, path, sizeof path) == sizeof path && close(other) == 0,
+          "no other file");
+    need(step(&w), "step of a replaced file");
+    CHECK(unlink(away) == 0, "not deleted");
+    const uint64_t before = stats_of(&w).disk_read_bytes;
+    need(step(&w), "step of a deleted file");
+    need(oo_host_check(w.host, BEFORE, w.total), "check");
+    CHECK(stats_of(&w).disk_read_bytes > before, "nothing was read");
+    end(&w, "renamed");
+}
+
+/* No descriptor is left for direct reads: that is no refusal of the file system's. */
+static void where_no_descriptor_is_left_it_is_said(void) {
+    struct world w;
+    struct rlimit was, none;
+    struct oo_host *host = NULL;
+    begin(&w, 100000);
+    const int file = open(path, O_RDONLY), first = dup(file), second = dup(file);
+    CHECK(getrlimit(RLIMIT_NOFILE, &was) == 0 && second > first, "no limit");
+    for (int left = 0; left < 2; left++) {
+        none = was;
+        none.rlim_cur = (rlim_t)(left ? second : first);
+        close(left ? first : second);
+        CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0, "no limit");
+        const enum oo_status status = oo_host_create_file(path, file, &host);
+        CHECK(setrlimit(RLIMIT_NOFILE, &was) == 0, "no limit");
+        CHECK(status == OO_E_FILE && !host && strstr(oo_error_message(), "Too many open files"),
+              "%d left: %s: %s", left, oo_status_name(status), oo_error_message());
+    }
+    close(second);
+    close(file);
+    end(&w, "no descriptor");
 }
 
 /* How masters are brought: 1: read, 0: from memory, -1: not at all. What comes is right. */
@@ -662,7 +702,9 @@ static const struct check_case cases[] = {
     CASE(a_room_goes_before_its_file_or_after_it),
     CASE(what_cannot_be_kept),
     CASE(threads_that_read_end_with_the_files),
-    CASE(a_file_that_is_another_is_refused_until_it_is_back),
+    CASE(a_file_that_was_written_is_refused_until_it_is_as_it_was),
+    CASE(its_name_does_not_matter),
+    CASE(where_no_descriptor_is_left_it_is_said),
     CASE(memory_counts_where_all_of_it_is_known),
     CASE(another_file_than_the_callers_is_not_opened),
     CASE(a_file_is_not_locked),

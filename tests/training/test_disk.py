@@ -235,18 +235,25 @@ def test_detach_while_weights_arrive(device, tmp_path, blocks):
     assert_same(managed.state_dict(), resident.state_dict())
 
 
-def test_a_file_that_is_replaced_before_the_first_step(device, tmp_path):
-    resident, path = saved(tmp_path)
+def test_a_file_that_is_written_before_the_first_step(device, tmp_path):
+    _, path = saved(tmp_path)
     managed = without_values()
     with on_disk(managed, device, path, ram_budget="1GiB") as manager:
-        path.rename(tmp_path / "away")
-        with pytest.raises(OffloadError, match=r"model\.safetensors' was written, replaced"):
+        rewritten(path)
+        with pytest.raises(OffloadError, match=WRITTEN):
             step(managed)
         assert stats_of(manager)["disk_arrived_bytes"] == 0
-        (tmp_path / "away").rename(path)
+
+
+def test_what_has_arrived_needs_no_file_any_more(device, tmp_path):
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, device, path, ram_budget="1GiB"):
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        rewritten(path)
         assert_models_agree(managed, resident, step, device=device)
-        path.unlink()  # all of it is in memory
-        assert_models_agree(managed, resident, step, device=device)
+        with pytest.raises(OffloadError, match=WRITTEN):
+            managed.state_dict()
 
 
 def test_nothing_of_what_stays_is_read_at_attach(tmp_path):
@@ -349,12 +356,6 @@ def test_a_weight_that_is_trained_later_moves_into_memory(device, tmp_path, numb
 # ---- files that change ----
 
 
-def replaced(path):
-    other = path.with_suffix(".other")
-    other.write_bytes(path.read_bytes())
-    os.replace(other, path)
-
-
 def truncated(path):
     os.truncate(path, path.stat().st_size - 1)
 
@@ -366,29 +367,117 @@ def rewritten(path):
     os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns + 1))
 
 
-@pytest.mark.parametrize("change", [replaced, truncated, rewritten, os.unlink])
-def test_a_file_that_changes_is_refused_by_name(device, tmp_path, change):
-    _, path = saved(tmp_path)
+WRITTEN = r"model\.safetensors' was written since its weights were attached"
+
+
+@pytest.mark.parametrize("change", [truncated, rewritten])
+def test_a_file_that_is_written_is_refused_by_name(device, tmp_path, change, caplog):
+    resident, path = saved(tmp_path)
     managed = without_values()
     with on_disk(managed, device, path):
         step(managed)
         change(path)
         for _ in range(2):
-            with pytest.raises(OffloadError, match=r"model\.safetensors' was written, replaced"):
+            with pytest.raises(OffloadError, match=WRITTEN):
                 step(managed)
+        with pytest.raises(OffloadError, match=WRITTEN):
+            managed.state_dict()
+        with pytest.raises(OffloadError, match=WRITTEN):
+            oracle_offload.save_weights(managed, tmp_path / "again")
+        assert not (tmp_path / "again").exists()
+        adapters = [block.up for block in managed.blocks]
+        for mine, expected in zip(adapters, [block.up for block in resident.blocks], strict=True):
+            assert_same(mine.state_dict(), expected.state_dict())
+    assert "what of its weights is in files is as these are now" in caplog.text
 
 
-def test_a_file_that_comes_back_is_read_again(device, tmp_path):
+def test_a_weight_of_a_written_file_is_not_trained(tmp_path):
+    _, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, "cpu", path):
+        weight = managed.blocks[0].base.weight
+        before = weight.data_ptr()
+        optimizer = torch.optim.SGD(managed.parameters(), lr=1e-2)
+        step(managed)
+        weight.requires_grad_()
+        rewritten(path)
+        for _ in range(2):
+            with pytest.raises(OffloadError, match=WRITTEN):
+                optimizer.step()
+        assert weight.data_ptr() == before
+
+
+def test_a_file_that_is_written_while_it_is_saved(tmp_path, monkeypatch):
+    from oracle_offload.disk import saving
+
+    _, path = saved(tmp_path)
+    managed = without_values()
+    memory = saving.memory
+
+    def written_meanwhile(tensor):
+        rewritten(path)
+        return memory(tensor)
+
+    with on_disk(managed, "cpu", path):
+        monkeypatch.setattr(saving, "memory", written_meanwhile)
+        with pytest.raises(OffloadError, match=WRITTEN):
+            oracle_offload.save_weights(managed, tmp_path / "again.safetensors")
+    assert not list(tmp_path.glob("again*"))
+
+
+def saved_over(path, managed):
+    with torch.no_grad():
+        managed.blocks[0].base.weight.mul_(2)
+    oracle_offload.save_weights(managed, path)
+    with torch.no_grad():
+        managed.blocks[0].base.weight.mul_(0.5)  # exact
+
+
+def replaced(path, managed):
+    other = path.with_suffix(".other")
+    other.write_bytes(bytes(path.stat().st_size))
+    os.replace(other, path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        saved_over,
+        replaced,
+        lambda path, managed: path.unlink(),
+        lambda path, managed: path.rename(path.with_suffix(".away")),
+    ],
+    ids=["saved over", "replaced", "deleted", "renamed"],
+)
+def test_what_becomes_of_the_name_does_not_matter(device, tmp_path, change):
     resident, path = saved(tmp_path)
     managed = without_values()
     with on_disk(managed, device, path) as manager:
         assert_models_agree(managed, resident, step, steps=1, device=device)
-        path.rename(tmp_path / "away")
-        with pytest.raises(OffloadError, match="put the file back as it was"):
-            step(managed)
-        (tmp_path / "away").rename(path)
+        change(path, managed)
+        before = read_bytes(manager)
         assert_models_agree(managed, resident, step, device=device)
+        assert read_bytes(manager) > before
+        assert_same(managed.state_dict(), resident.state_dict())
+
+
+def test_a_name_that_is_no_text(device, tmp_path):
+    resident, path = saved(tmp_path)
+    folder = os.fsencode(tmp_path) + b"/\xff\xfe"
+    try:
+        os.mkdir(folder)
+    except OSError:
+        pytest.skip("this file system has text alone for names")
+    odd = os.fsdecode(folder + b"/model.safetensors")
+    path.rename(odd)
+    managed = without_values()
+    with on_disk(managed, device, odd) as manager:
+        assert_models_agree(managed, resident, step, steps=1, device=device)
         assert read_bytes(manager) > 0
+        os.truncate(odd, os.path.getsize(odd) - 1)
+        with pytest.raises(OffloadError, match=WRITTEN) as raised:
+            step(managed)
+        assert odd in str(raised.value)
 
 
 # ---- what is refused ----
@@ -546,14 +635,40 @@ def test_the_summary_says_what_is_in_files(tmp_path):
     resident, path = saved(tmp_path)
     managed = without_values()
     with on_disk(managed, "cpu", path) as manager:
-        assert "weights in files" in str(manager.memory_summary())
+        assert "0 B of 144.00 KiB there" in str(manager.memory_summary())
         step(managed)
+        assert "144.00 KiB of 144.00 KiB there" in str(manager.memory_summary())
         (device,) = manager.memory_summary().devices
         assert device.disk_bytes == disk_bytes(manager) > 0
         assert device.disk_read_bytes == read_bytes(manager) > device.disk_bytes
         assert device.disk_gbps > 0 and "a thread" in str(manager.memory_summary())
     with attached(resident, "cpu") as manager:
         assert "weights in files" not in str(manager.memory_summary())
+
+
+def test_numbers_and_the_live_view_have_the_disk(tmp_path):
+    from oracle_offload.observe import Meter, heartbeat
+    from oracle_offload.observe.live import Live
+
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, "cpu", path) as manager:
+        optimizer = torch.optim.SGD(managed.parameters(), lr=1e-2)
+        meter = Meter("cpu")
+        rows = dict(Live(heartbeat.pulse(meter)).rows())
+        assert rows["from files"].startswith("unknown; 144.00 KiB of what memory keeps is to come")
+        before = read_bytes(manager)
+        step(managed)
+        optimizer.step()
+        document = heartbeat.pulse(meter)
+        numbers = document["numbers"]
+        assert numbers["disk_read_bytes"] == read_bytes(manager) - before > 0
+        assert numbers["disk_arrived_bytes"] == numbers["disk_kept_bytes"] == WEIGHT
+        assert numbers["disk_bytes"] == disk_bytes(manager)
+        shown = dict(Live(document).rows())["from files"]
+        assert "since the last look" in shown and "GB/s" in shown and "to come" not in shown
+    with attached(resident, "cpu"):
+        assert "from files" not in dict(Live(heartbeat.pulse(Meter("cpu"))).rows())
 
 
 def test_the_middle_is_in_memory():
