@@ -4,7 +4,7 @@ Chains of one kind of layer alternate in one run, by the time of the processor, 
 calls cost nothing, every use a hit. A plain layer is called, which is one loan around its operator
 with a derivative written out; its weight is read by code that computes by itself, which is a
 handle; and its own forward computes with Parameters that are lent to it, as those of any module.
-Embeddings are left out: their rows are read in the host's memory, which this driver does not map.
+Rows of an embedding are read in the host's memory; where its table is lent, all of it travels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import bench_host_cost
 from bench_operators import median_seconds
 
 LAYERS = 8
-CHANNELS, SIZE, FEATURES, ROWS = 8, 8, 64, 8
+CHANNELS, SIZE, FEATURES, ROWS, WORDS = 8, 8, 64, 8, 1000
 
 
 def kinds() -> dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any], tuple[int, ...]]]:
@@ -42,6 +42,11 @@ def kinds() -> dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any], tup
             (ROWS, FEATURES),
         ),
         **{f"conv{axes}d": convolution(axes) for axes in (1, 2, 3)},
+        "embedding": (
+            lambda: nn.Embedding(WORDS, FEATURES),
+            lambda layer, x: F.embedding(x, layer.weight),
+            (ROWS,),
+        ),
     }
 
 
@@ -53,24 +58,27 @@ def rows_of(kind: str, trained: bool) -> Iterator[dict[str, Any]]:
     from oracle_offload.layers import kinds as managed_kinds
 
     make, compute, shape = kinds()[kind]
+    is_chain = kind != "embedding"  # whose rows are looked up by the same numbers in each layer
 
-    class Chain(torch.nn.Module):
+    class Layers(torch.nn.Module):
         def __init__(self, call: Callable[[Any, Any], Any]) -> None:
             super().__init__()
             self.layers = torch.nn.ModuleList(make() for _ in range(LAYERS))
             self.call = [call]
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x: Any) -> list[Any]:
             (call,) = self.call
+            found = []
             for layer in self.layers:
-                x = call(layer, x)
-            return x
+                found.append(call(layer, x))
+                x = found[-1] if is_chain else x
+            return found[-1:] if is_chain else found
 
     def called(layer: Any, x: Any) -> Any:
         return layer(x)
 
-    chains = {"resident": Chain(called), "loan": Chain(called), "handle": Chain(compute)}
-    chains["lent"] = Chain(called)
+    chains = {"resident": Layers(called), "loan": Layers(called), "handle": Layers(compute)}
+    chains["lent"] = Layers(called)
     managers = []
     with bench_host_cost.nothing_is_small():
         for name in [*chains][1:]:
@@ -81,21 +89,20 @@ def rows_of(kind: str, trained: bool) -> Iterator[dict[str, Any]]:
     chains["resident"].requires_grad_(trained)
     assert {len(manager.layers) for manager in managers} == {LAYERS}
     assert all(layer.lends_to_code for layer in managers[-1].layers)
-    x = torch.randn(shape, requires_grad=True)
-
-    ones = torch.ones_like(x)
+    x = torch.randn(shape, requires_grad=True) if is_chain else torch.arange(ROWS)
+    ones = [torch.ones_like(y) for y in chains["resident"](x)]
 
     def both(model: Any) -> Callable[[], object]:
         def call() -> None:
             model.zero_grad(set_to_none=True)
             x.grad = None
-            model(x).backward(ones)
+            torch.autograd.backward(model(x), ones)
 
         return call
 
     ways: dict[str, Callable[[Any], Callable[[], object]]] = {
         "forward": lambda model: lambda: model(x),
-        "forward_backward": both,
+        **({"forward_backward": both} if is_chain or trained else {}),
     }
     for what, timed in ways.items():
         load = os.getloadavg()[0]

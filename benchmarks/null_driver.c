@@ -114,6 +114,13 @@ static OOCUresult OOCUDAAPI elapsed(float *milliseconds, OOCUevent start, OOCUev
     return OOCU_SUCCESS;
 }
 
+/* Of host memory, the only kind that is asked about: the device has it where the host has it. */
+static OOCUresult OOCUDAAPI pointer(void *out, int attribute, OOCUdeviceptr of) {
+    (void)attribute;
+    *(OOCUdeviceptr *)out = of;
+    return OOCU_SUCCESS;
+}
+
 struct call {
     const char *name;
     void (*function)(void);
@@ -140,6 +147,7 @@ static const struct call special[] = {
     CALL("cuEventCreate", event_create),
     CALL("cuStreamIsCapturing", capturing),
     CALL("cuEventElapsedTime", elapsed),
+    CALL("cuPointerGetAttribute", pointer),
 };
 
 EXPORT OOCUresult OOCUDAAPI cuGetProcAddress_v2(const char *symbol, void **function, int introduced, uint64_t flags,

@@ -47,6 +47,7 @@ KINDS = {
     "conv1d": "nn.Conv1d",
     "conv2d": "nn.Conv2d",
     "conv3d": "nn.Conv3d",
+    "embedding": "nn.Embedding",
 }
 COMPILED = {
     "compiled_module": "torch's module",

@@ -107,6 +107,9 @@ NOTES: dict[str, dict[str, Note]] = {
             "The bytes of a subclass are read without its own functions."
         ),
         "torch._C.DispatchKey": Note("The keys by name."),
+        "torch._C._is_any_autocast_enabled": Note(
+            "Whether autocast is on for any type of device, in one call."
+        ),
         "torch._C._dispatch_has_kernel_for_dispatch_key": Note(
             "Whether an operator is composite, and so runs with the caller's keys."
         ),
@@ -132,6 +135,9 @@ NOTES: dict[str, dict[str, Note]] = {
     },
     "torch: tensors and storages": {
         "_version": Note("Whether a weight was written since its copy.", "torch.empty(0)"),
+        "_is_view": Note(
+            "A convolution of one axis returns a view, which no function may.", "torch.empty(0)"
+        ),
         "_cdata": Note("Whether two tensors have one storage.", _STORAGE),
         "torch._C._storage_Use_Count": Note("Whether other code holds the memory of a weight."),
         "torch.UntypedStorage._new_with_weak_ptr": Note(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -19,6 +21,13 @@ _GEOMETRY_ONLY = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "ne
 _NO_KERNEL = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_strided", "set_", "resize_", "_unsafe_view", "_reshape_alias")
+)
+_VIEWS_IN_ALL_BUT_NAME = frozenset(
+    {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
+)
+# Types of arguments that hold no tensors.
+_PLAIN = re.compile(
+    r"(?:Optional\[|List\[)*(?:int|float|bool|str|number|SymInt|Device|Generator)\]*"
 )
 
 
@@ -59,7 +68,8 @@ def autocast_reaches_kernels() -> Iterator[None]:
 
 def note_autocast() -> None:
     """Let kernels compute under autocast as it is now, as long as no region begins or ends."""
-    _thread.autocast = _nesting(), _enabled_keys()
+    enabled = torch._C._is_any_autocast_enabled()
+    _thread.autocast = (_nesting(), _enabled_keys()) if enabled else None
 
 
 def _nesting() -> int:
@@ -85,12 +95,13 @@ def _has_kernel(name: str, key: str) -> bool:
 
 def run_in_mode(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call an operator from a mode's handler, so that it computes as it would without the mode."""
-    if not isinstance(func, torch._ops.OpOverload):
+    known, inference = getattr(_thread, "autocast", None), torch.is_inference_mode_enabled()
+    if not (known or inference) or not isinstance(func, torch._ops.OpOverload):
         return func(*args, **kwargs)
     # Of other operators torch has made what arrives whole under inference mode alone.
     name, composite = func.name(), "CompositeImplicitAutograd"
-    is_whole = torch.is_inference_mode_enabled() and _has_kernel(name, composite)
-    nesting, keys = getattr(_thread, "autocast", None) or (0, ())
+    is_whole = inference and _has_kernel(name, composite)
+    nesting, keys = known or (0, ())
     if keys:
         is_top = func.namespace not in _BELOW_AUTOCAST or func._schema.name in _CALL_OPERATORS
         if not (is_top or is_whole) or _nesting() != nesting:
@@ -113,17 +124,35 @@ class Operator:
         schema = getattr(func, "_schema", None)
         arguments = () if schema is None else schema.arguments
         written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+        self.writes = any(written)
+        self.is_view = func in _VIEWS_IN_ALL_BUT_NAME or getattr(func, "is_view", False)
         self.touches_bytes = not (
             schema is not None  # a higher-order operator may do anything with its arguments
             and (
                 func.is_view
-                or (schema.name.endswith(_GEOMETRY_ONLY) and not any(written))
+                or (schema.name.endswith(_GEOMETRY_ONLY) and not self.writes)
                 or schema.name in _NO_KERNEL
             )
         )
         self.flops = flop_registry.get(getattr(func, "_overloadpacket", None))
         self.positional: list[bool] = written
         self.named = {a.name: w for a, w in zip(arguments, written, strict=True)}
+        holds: Iterable[bool] = [not _PLAIN.fullmatch(str(a.type)) for a in arguments]
+        self._may_hold = itertools.repeat(True) if schema is None else holds
+
+    def holding(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """Return those of the arguments that are tensors, or may have some in them."""
+        return [*itertools.compress(args, self._may_hold), *kwargs.values()]
+
+    def changed(
+        self, change: Callable[[Tensor], Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments with each tensor changed, and those in lists and tuples."""
+        held = zip(args, self._may_hold, strict=False)
+        return (
+            [_changed(change, value) if holds else value for value, holds in held],
+            {name: _changed(change, value) for name, value in kwargs.items()},
+        )
 
     def tensors(self, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
         """Yield the tensors among the arguments, each with whether it is written."""
@@ -133,6 +162,14 @@ class Operator:
         for name, value in kwargs.items():
             for tensor in tensors_in(value):
                 yield tensor, self.named.get(name, False)
+
+
+def _changed(change: Callable[[Tensor], Any], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)([_changed(change, one) for one in value])
+    return value
 
 
 _operators: dict[Any, Operator] = {}

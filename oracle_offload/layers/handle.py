@@ -23,7 +23,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -39,14 +39,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._core import BACKWARD, Taken
 from ..engine.exemption import exempt
 from ..engine.geometry import count_writes, tensor_bytes
-from ..engine.operators import note_autocast, operator_of, run_in_mode, tensors_in
+from ..engine.operators import Operator, note_autocast, operator_of, run_in_mode, tensors_in
 from ..errors import NoRoomError, OffloadError, StaleWeightsError
 from .gradients import landing, note_backward, note_trainable
 from .leaf import Masters, Structure, Tensors, version_of
 from .loan import Borrower, forward_kind, once_differentiable
 
 _aten = torch.ops.aten
-_VIEWS = frozenset({_aten._unsafe_view.default, _aten._reshape_alias.default})  # in all but name
 _CASTS = frozenset({"dtype", "device"})
 _LARGEST_CONSTANT = 4096  # bytes of a tensor that a computation which is put off may keep
 _NOT_PUT_OFF = {
@@ -113,7 +112,7 @@ class _Value:
     def source(self) -> _Value:
         """Return what this is a view of; itself where it is none."""
         value = self
-        while value.real is None and value.func is not None and _is_view(value.func):
+        while value.real is None and value.func is not None and operator_of(value.func).is_view:
             value = next(one for one in value.args if isinstance(one, _Value))
         return value
 
@@ -175,7 +174,8 @@ class _State:
 
 
 def _state(handle: Tensor) -> _State:
-    return cast("_State", handle.__dict__[_STATE])
+    state: _State = handle.__dict__[_STATE]  # no `cast`, which is a call
+    return state
 
 
 class Handle(Tensor):
@@ -188,10 +188,11 @@ class Handle(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _is_view(func) and isinstance(args[0], Handle):
+        operator = operator_of(func)
+        if operator.is_view and isinstance(args[0], Handle):
             return _put_off(args[0], func, args, kwargs)
-        found = list(_handles_in((*args, *kwargs.values())))
-        if written := _written_by(func, args, kwargs):
+        found = _handles_in(operator.holding(args, kwargs))
+        if operator.writes and (written := _written_by(operator, args, kwargs)):
             return _write(written, found, func, args, kwargs)
         if _may_be_put_off(func, found, args, kwargs):
             with contextlib.suppress(
@@ -432,12 +433,18 @@ def _versions_of(layer: Borrower) -> list[int]:
 
 def _handle_at(layer: Borrower, place: int, versions: list[int], is_read: bool = False) -> Handle:
     masters = layer.masters
-    dtype, shape, stride = cast("Any", masters.layout[place])
+    like = _like(*cast("Any", masters.layout[place]))
     with torch.inference_mode(False):
-        like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         value = _Value(frozenset({place}))
         state = _State(layer, masters, versions, value, like, is_read)
         return _handle(state, layer.state.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _like(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Return a tensor without memory of this geometry, one for all that have it."""
+    with torch._C._DisableTorchDispatch(), torch.inference_mode(False):
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def lent(layer: Borrower, tensors: Tensors) -> AbstractContextManager[object]:
@@ -465,21 +472,18 @@ def with_memory(value: Any) -> Any:
 # ---- operators ----
 
 
-def _is_view(func: Any) -> bool:
-    return getattr(func, "is_view", False) or func in _VIEWS
-
-
-def _handles_in(values: Sequence[Any]) -> Iterator[Handle]:
+def _handles_in(values: Sequence[Any]) -> list[Handle]:
+    found: list[Handle] = []
     for value in values:
         if isinstance(value, Handle):
-            yield value
+            found.append(value)
         elif isinstance(value, list | tuple):
-            yield from _handles_in(value)
+            found += _handles_in(value)
+    return found
 
 
-def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Handle]:
+def _written_by(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Handle]:
     """Return the handles that an operator writes."""
-    operator = operator_of(func)
     rows = [*zip_longest(args, operator.positional[: len(args)], fillvalue=False)]
     rows += [(value, operator.named.get(name, False)) for name, value in kwargs.items()]
     return [each for value, written in rows if written for each in _handles_in((value,))]
@@ -522,45 +526,36 @@ def _is_tensor(returned: Any) -> bool:
     return isinstance(returned.type, torch.TensorType)
 
 
-def _each(change: Callable[[Any], Any], values: Any) -> Any:
-    """Return a list or tuple with each value changed, and those of lists and tuples inside."""
-    return type(values)(
-        [_each(change, one) if type(one) in (list, tuple) else change(one) for one in values]
-    )
-
-
-def _each_of(change: Callable[[Any], Any], values: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip(values, _each(change, [*values.values()]), strict=True))
-
-
 def _put_off(of: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return handles of what an operator makes of handles and constants."""
 
-    def told(value: Any) -> Any:
-        if isinstance(value, Handle):
-            return _state(value).like
-        return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+    def told(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, Handle):
+            return _state(tensor).like
+        return torch.empty_like(tensor, device="meta")
 
-    def kept(value: Any) -> Any:
-        if isinstance(value, Handle):
-            return _state(value).value
-        return value.detach().clone() if isinstance(value, Tensor) else value  # as it is now
+    def kept(tensor: Tensor) -> Any:  # as it is now
+        return _state(tensor).value if isinstance(tensor, Handle) else tensor.detach().clone()
 
     state = _state(of)
     places = frozenset[int]().union(
         *(_state(handle).value.places for handle in _handles_in((*args, *kwargs.values())))
     )
+    operator = operator_of(func)
     with torch.inference_mode(False):
         geometry = {key: value for key, value in kwargs.items() if key != "device"}
-        like = func(*_each(told, args), **_each_of(told, geometry))
-        row = places, func, _each(kept, args), _each_of(kept, kwargs)
+        likes, named = operator.changed(told, args, geometry)
+        like = func(*likes, **named)
+        made_of, named = operator.changed(kept, args, kwargs)
         if func is _aten.as_strided.default:  # where that begins in the memory of a tensor
-            row = *row[:2], (*row[2][:3], like.storage_offset() - state.like.storage_offset()), {}
+            begin = like.storage_offset() - state.like.storage_offset()
+            made_of, named = [*made_of[:3], begin], {}
+        row = places, func, tuple(made_of), named
         alike = [
             _handle(dataclasses.replace(state, value=_Value(*row, at), like=one), of.device)
             for at, one in (enumerate(like) if isinstance(like, list | tuple) else ((None, like),))
         ]
-    if not _is_view(func):
+    if not operator.is_view:
         _note_put_off(alike)
     return alike if isinstance(like, list | tuple) else alike[0]
 
@@ -640,20 +635,20 @@ def _borrowing(
     kwargs: dict[str, Any],
 ) -> Any:
     """Return ``run(slots)``, given by the `id` of each leaf its tensors, in its slot."""
-    layers = {id(_state(each).layer): _state(each).layer for each in found}
-    slots = {key: _thread.lent[key] for key in layers if key in _thread.lent}
+    here, by_leaf = _thread.lent, dict[int, list[_State]]()
+    for handle in found:
+        state = _state(handle)
+        by_leaf.setdefault(id(state.layer), []).append(state)
+    slots = {key: here[key] for key in by_leaf if key in here}
+    waiting = [states for key, states in by_leaf.items() if key not in slots]
     # Slots of several leaves are taken in one order, whatever thread asks.
-    waiting = sorted(
-        (layer for key, layer in layers.items() if key not in slots),
-        key=lambda layer: layer.member,
-        reverse=True,
-    )
+    waiting.sort(key=lambda states: states[0].layer.member, reverse=True)
     return _lend_in_turn(waiting, slots, run, func, args, kwargs)
 
 
 # No function inside another calls itself: it would keep what it computes with until a collection.
 def _lend_in_turn(
-    waiting: list[Borrower],
+    waiting: list[list[_State]],
     slots: dict[int, Tensors],
     run: Callable[[dict[int, Tensors]], Any],
     func: Any,
@@ -663,7 +658,8 @@ def _lend_in_turn(
     """Return ``run(slots)`` once the leaves of `waiting` are in their slots too."""
     if not waiting:
         return run(slots)
-    layer, begun = waiting.pop(), False
+    states, begun = waiting.pop(), False
+    layer = states[0].layer
 
     def go_on(tensors: Tensors) -> Any:
         nonlocal begun
@@ -671,8 +667,7 @@ def _lend_in_turn(
         slots[id(layer)] = tensors
         return _lend_in_turn(waiting, slots, run, func, args, kwargs)
 
-    handles = _handles_in((*args, *kwargs.values()))
-    _check(layer, [state for state in map(_state, handles) if state.layer is layer])
+    _check(layer, states)
     try:
         return _lend(layer, func, _seconds(layer, func, args, kwargs), go_on)
     except NoRoomError:
@@ -697,16 +692,16 @@ def _run(
     made = {} if made is None else made
     written = () if given is None else [*given.values()]
 
-    def real(value: Any) -> Any:
-        if isinstance(value, Handle):
-            state = _state(value)
-            found = _evaluated(state.value, slots[id(state.layer)], made)
-            if given is not None and any(value is each for each in written):
-                given[id(found)] = value
-            return found
-        return value
+    def real(tensor: Tensor) -> Any:
+        if not isinstance(tensor, Handle):
+            return tensor
+        state = _state(tensor)
+        found = _evaluated(state.value, slots[id(state.layer)], made)
+        if given is not None and any(tensor is each for each in written):
+            given[id(found)] = tensor
+        return found
 
-    result = run_in_mode(func, _each(real, args), _each_of(real, kwargs))
+    result = run_in_mode(func, *operator_of(func).changed(real, args, kwargs))
     memory = {t.untyped_storage().data_ptr() for ts in slots.values() for t in ts if t is not None}
     return _apart(result, memory, given or {})
 

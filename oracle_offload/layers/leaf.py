@@ -132,6 +132,7 @@ class Masters:
         ]
         self.none = (None,) * len(names)
         self.needs_of_input = (True, *(False for _ in names))  # where no tensor is trained
+        self.tensors: Tensors = tuple([row[1] for row in self._noted])  # None where nothing is
         noted: list[Any] = [row for row in self._noted if row[1] is not None]
         self.present: tuple[Tensor, ...] = tuple([row[1] for row in noted])
         self.layout = [
@@ -143,11 +144,6 @@ class Masters:
         self._storages = {
             name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in self.named()
         }
-
-    @property
-    def tensors(self) -> Tensors:
-        """One for each name; None where there is nothing."""
-        return tuple([row[1] for row in self._noted])
 
     def named(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that are there, with their names."""
@@ -185,8 +181,8 @@ class Masters:
     def holds_alone(self, name: str) -> bool:
         """Whether only this object holds the tensor of `name`: no other code can bring it back."""
         (row,) = (row for row in self._noted if row[0] == name)
-        # `_noted`, `present`, perhaps `read`, and the argument of the call below.
-        own_references = 3 + any(tensor is row[1] for tensor in self.read)
+        # `_noted`, `tensors`, `present`, perhaps `read`, and the argument of the call below.
+        own_references = 4 + any(tensor is row[1] for tensor in self.read)
         return sys.getrefcount(row[1]) <= own_references
 
 

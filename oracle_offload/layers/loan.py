@@ -144,7 +144,8 @@ class Borrower(Leaf):
             if tensor is None:
                 moved = True
                 continue
-            moved |= not self.has_only_moved(masters.addresses[name], tensor.data_ptr())
+            then, now = masters.addresses[name], tensor.data_ptr()
+            moved |= now != then and not self.has_only_moved(then, now)
             read.append(tensor)
         version = version_of(read)
         if moved or version != expected:
