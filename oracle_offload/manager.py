@@ -896,8 +896,3 @@ def _refuse_budget(placed: _Placed, staging: int, total: int, left: int) -> NoRe
         f"vram_budget={budget!r} is {format_size(given)}, but {what} need {format_size(needed)}; "
         f"raise the budget to that{remedy}"
     )
-
-
-def manager_of(module: nn.Module) -> MemoryManager | None:
-    """Return the manager of an attached module, None for any other."""
-    return cast("MemoryManager | None", module.__dict__.get(ATTRIBUTE))

@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 import floors  # noqa: E402
 
+import oracle_offload  # noqa: E402
+
 PACKAGE = ROOT / "oracle_offload"
 BELOW_BINDING = ("csrc/base", "csrc/driver", "csrc/core")
 
@@ -43,14 +45,23 @@ def test_no_circle_and_no_upward_arrow_among_calls():
     assert floors.upward(arrows, floors.C_FLOORS) == []
 
 
+def test_the_top_of_the_package_has_twelve_rooms_and_six_files_and_no_name_twice():
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    files = {path.stem for path in PACKAGE.glob("*.py")}
+    assert 8 < len(rooms) <= 12
+    top = {"__init__", "__main__", "cli", "errors", "manager", "manager_modules"}
+    assert files == top
+    public = {*oracle_offload._PUBLIC}
+    assert 8 < len(public) <= 18
+    assert public & rooms == set()
+
+
 def test_all_but_what_explains_imports_without_it(tmp_path):
     """Explanations and the doctor could be deleted whole."""
     pytest.importorskip("torch", reason="most modules import it")
     package = tmp_path / "oracle_offload"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    for room in ("explain", "doctor"):
-        (folder,) = (path for path in package.rglob(room) if path.is_dir())
-        shutil.rmtree(folder)
+    shutil.rmtree(package / "diagnose")
     left = [name for name in floors.python_arrows(package) if not name.endswith("__main__")]
     needs = {"rich", "greenlet", "IPython", "accelerate", "lightning", "transformers"}
     code = f"""

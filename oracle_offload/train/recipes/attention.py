@@ -6,7 +6,6 @@ import contextlib
 from collections import Counter
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...engine.operators import autocast_reaches_kernels, run_in_mode
@@ -69,14 +68,3 @@ class AttentionBackends(TorchDispatchMode):
             return "no call of scaled_dot_product_attention"
         told = ", ".join(f"{name} {count}" for name, count in self.counts.most_common())
         return f"{self.counts.total()} calls of scaled_dot_product_attention: {told}"
-
-
-def allowed_backends() -> dict[str, bool]:
-    """Return which backends the settings of this process allow on CUDA."""
-    cuda = torch.backends.cuda
-    return {
-        "flash": cuda.flash_sdp_enabled(),
-        "memory-efficient": cuda.mem_efficient_sdp_enabled(),
-        "cuDNN": cuda.cudnn_sdp_enabled(),
-        "math": cuda.math_sdp_enabled(),
-    }
