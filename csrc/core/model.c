@@ -234,18 +234,20 @@ static void oo__unit_take_parts(struct oo_engine *engine, struct oo_unit *unit,
     unit->host_bytes = 0;
     unit->is_fed = unit->on_disk = unit->is_coded = unit->decodes = 0;
     unit->only_decoded = 1;
+    int far = 0; /* what memory keeps is read once */
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_part *part = &unit->parts[i];
         unit->host_bytes += part->bytes;
         unit->is_fed |= !part->locked;
         unit->on_disk |= oo__disk_of(part) != NULL;
+        far |= oo__disk_of(part) && !part->kept;
         unit->is_coded |= part->header.mode != 0;
         unit->decodes |= part->header.mode == OO_CODEC_TIERS;
         unit->only_decoded &= part->header.mode == OO_CODEC_TIERS;
         oo__label(engine, part->host, part->bytes, "masters of unit",
                   (uint32_t)(unit - engine->units));
     }
-    oo_plan_far(engine->plan, (uint32_t)(unit - engine->units), unit->on_disk);
+    oo_plan_far(engine->plan, (uint32_t)(unit - engine->units), far);
 }
 
 int oo__may_fetch_ahead(const struct oo_engine *engine, const struct oo_unit *unit) {
