@@ -2,9 +2,10 @@
 
 What is frozen, and in one file as the model has it, needs no memory of its own, and `attach` reads
 nothing of it. What `ram_budget` has room for is kept in memory once its first use has read it; the
-rest is read from its file each time it travels. The arena keeps the ends of
-the model from forward to backward and from step to step, so that these travel once a step and the
-middle twice: the middle is what is in memory. Of M bytes with R in memory and an arena of C, a step
+rest is read from its file each time it travels. The arena keeps the ends of the model from forward
+to backward and from step to step, so that these travel once a step and what is between them twice:
+of that some is in memory, spread evenly, so that the disk has as much to read at any time. Of M
+bytes with R in memory and an arena of C, a step
 so reads 2 (M - R - C), the least. Where R + 2 C exceeds M, the arena would keep some of what is in
 memory too: as much of the ends stays on the device for good, and the arena is smaller by it.
 """
@@ -134,7 +135,7 @@ def part(
         number: unit_bytes([t for t in distinct([unit]) if id(t) in places])
         for number, unit in enumerate(units)
     }
-    in_memory = middle([sizes[number] for number in range(len(units))], room)
+    in_memory = between([sizes[number] for number in range(len(units))], room, capacity)
     left = [number for number in range(len(units)) if number not in in_memory]
     resident: set[int] = set()
     if not kept.bytes and not _are_tied(units):
@@ -203,6 +204,39 @@ def middle(sizes: Sequence[int], limit: int) -> set[int]:
             chosen.add(number)
             total += sizes[number]
     return chosen
+
+
+def between(sizes: Sequence[int], limit: int, ends: int) -> set[int]:
+    """Choose as many as fit `limit` together, spread evenly over what is between two ends.
+
+    Where all that is between them fits, or nothing is known of them (0), it is `middle`: whatever
+    the arena keeps, it is likely to be something else.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Bytes of each.
+    limit : int
+        Bytes that the chosen ones do not exceed together.
+    ends : int
+        Bytes at either end which the arena keeps from one use to the next.
+
+    Returns
+    -------
+    set of int
+        Their numbers.
+    """
+    before = list(itertools.accumulate(sizes, initial=0))
+    if not ends:
+        return middle(sizes, limit)
+    inner = [
+        number
+        for number in range(len(sizes))
+        if before[number] >= ends and before[number + 1] <= before[-1] - ends
+    ]
+    if sum(sizes[number] for number in inner) <= limit:
+        return middle(sizes, limit)
+    return {inner[number] for number in spread([sizes[number] for number in inner], limit)}
 
 
 def _refuse_trained(units: Sequence[Unit], limit: int) -> None:

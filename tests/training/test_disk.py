@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import oracle_offload
 from oracle_offload.errors import OffloadError
 from oracle_offload.host.disk import remote_kind
-from oracle_offload.model.on_disk import middle
+from oracle_offload.model.on_disk import between, middle
 
 pytestmark = pytest.mark.skipif(
     not os.access("/proc/self/pagemap", os.R_OK) or bool(remote_kind(tempfile.gettempdir())),
@@ -669,6 +669,19 @@ def test_numbers_and_the_live_view_have_the_disk(tmp_path):
         assert "since the last look" in shown and "GB/s" in shown and "to come" not in shown
     with attached(resident, "cpu"):
         assert "from files" not in dict(Live(heartbeat.pulse(Meter("cpu"))).rows())
+
+
+def test_what_is_between_the_ends_is_in_memory_evenly():
+    assert between([1] * 20, 4, 4) == {6, 9, 12, 15}
+    assert between([1] * 20, 12, 4) == set(range(4, 16))
+    assert between([1] * 20, 14, 4) == middle([1] * 20, 14)
+    assert between([1] * 20, 4, 0) == middle([1] * 20, 4), "nothing is known of the arena"
+    assert between([1] * 20, 4, 11) == middle([1] * 20, 4), "the ends meet"
+    sizes = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
+    for limit in range(sum(sizes)):
+        chosen = between(sizes, limit, 10)
+        held = sum(sizes[n] for n in chosen)
+        assert held <= limit and held + max(sizes) > min(limit, sum(sizes))
 
 
 def test_the_middle_is_in_memory():
