@@ -640,6 +640,26 @@ static int oo__is_being_fed(const struct oo_engine *engine, const struct oo_wind
     }
 }
 
+/* Whether all uses of the window's bytes are over by now. */
+static int oo__is_free_now(const struct oo_engine *engine, const struct oo_window *window) {
+    for (const struct oo_block *block = window->first;; block = block->next) {
+        const struct oo_unit *unit = block->unit == OO_NO_UNIT ? NULL : &engine->units[block->unit];
+        for (uint32_t i = 0; unit && i < unit->n_uses; i++)
+            if (unit->uses[i].lost ||
+                engine->driver.cuEventQuery(unit->uses[i].event->handle) != OOCU_SUCCESS)
+                return 0;
+        if (block == window->last)
+            return 1;
+    }
+}
+
+/* Whether the copy would hold up others, which come from a disk: it waits on the h2d stream for the
+ * uses of what is in its place, and what threads read is queued behind that as it comes, though its
+ * own place may have been free for long. Then it is begun after them. */
+static int oo__would_hold_up(const struct oo_engine *engine, const struct oo_window *window) {
+    return engine->feeder.reads && oo__feeds_run(engine) && !oo__is_free_now(engine, window);
+}
+
 /* Let go what has to leave, and start copies by next use until nothing more is worth its place. A
  * prefetch that fails is given up: the unit is copied when it is asked for, and the failure
  * surfaces there if it lasts. */
@@ -666,6 +686,8 @@ static void oo__start_copies(struct oo_engine *engine, int flags, struct oo_fetc
             fetched->more = 1;
             return;
         }
+        if (oo__would_hold_up(engine, &window))
+            return;
         struct oo_stats *stats = &engine->models[engine->units[id].model].stats;
         if (oo__copy_in(engine, id, &window, 0) != OO_OK) {
             stats->prefetch_failures++;
