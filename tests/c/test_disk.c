@@ -428,6 +428,48 @@ static void a_room_goes_before_its_file_or_after_it(void) {
     }
 }
 
+static _Atomic int is_inside, may_go_on, has_ended;
+static struct world *waited_for;
+
+static ptrdiff_t patient_read(int file, void *target, size_t bytes, uint64_t begins) {
+    is_inside = 1;
+    while (!may_go_on)
+        usleep(100);
+    return oo__file_read(file, target, bytes, begins);
+}
+
+static void unlock_and_lock(void *unused) {
+    (void)unused;
+    need(oo_engine_unlock(waited_for->engine, kept_in), "unlock");
+    need(oo_engine_lock(waited_for->engine, kept_in, OO_ALL_BYTES), "lock");
+    has_ended = 1;
+}
+
+/* A copy thread that has looked whether what is kept is locked goes on from there. */
+static void a_room_is_locked_when_no_copy_is_under_way(void) {
+    struct world w;
+    begin_keeping(&w);
+    need(step(&w), "step"); /* so that the order is known */
+    feeds_end(&w);
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    waited_for = &w;
+    is_inside = may_go_on = has_ended = 0;
+    w.host->disk->read = patient_read;
+    need(use(&w, 0, OO_FORWARD), "use"); /* which is kept; the next one is read ahead */
+    for (int i = 0; i < 100000 && !is_inside; i++)
+        usleep(100);
+    CHECK(is_inside, "nothing is read ahead");
+    struct oo_thread *locker = oo__thread_start(unlock_and_lock, NULL);
+    usleep(50000); /* without the wait it ends meanwhile */
+    CHECK(!has_ended, "unlocked while copies are under way");
+    may_go_on = 1;
+    oo__thread_join(locker);
+    CHECK(has_ended, "not locked");
+    w.host->disk->read = counted_read;
+    need(step(&w), "step");
+    end_keeping(&w, "locked");
+}
+
 static void what_cannot_be_kept(void) {
     struct world w;
     begin_keeping(&w);
@@ -700,6 +742,7 @@ static const struct check_case cases[] = {
     CASE(nothing_of_another_file_is_kept),
     CASE(a_write_counts_more_than_what_is_kept),
     CASE(a_room_goes_before_its_file_or_after_it),
+    CASE(a_room_is_locked_when_no_copy_is_under_way),
     CASE(what_cannot_be_kept),
     CASE(threads_that_read_end_with_the_files),
     CASE(a_file_that_was_written_is_refused_until_it_is_as_it_was),
