@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
@@ -43,9 +44,9 @@ def test_networks(kind, when):
 
 
 @pytest.mark.parametrize("when", ["before attach", "after attach"])
-@pytest.mark.parametrize("kind", ["LohaModule", "LokrModule"])
+@pytest.mark.parametrize("kind", ["LohaModule", "LokrModule", "GLoRAModule", "DyLoraModule"])
 def test_lycoris_modules_that_compute_with_the_weight(kind, when):
-    """They never call the layer: its weight is lent to them."""
+    """They never call the layer: they read its weight. GLoRA calls what it found there."""
     from lycoris import kohya
 
     module_class = getattr(kohya, kind)
@@ -56,8 +57,13 @@ def test_lycoris_modules_that_compute_with_the_weight(kind, when):
         if when == "after attach":
             offloaded.attach(model, 12)
         adapters = [module_class(f"{i}", layer, 1.0, 4, 4) for i, layer in enumerate(layers)]
+        # Which rank DyLoRA trains is drawn where no checkpoint sees it, in recomputes again.
+        random.seed(1)
+        model.gradient_checkpointing = kind != "DyLoraModule"
         for adapter in adapters:
-            torch.nn.init.ones_(adapter.scalar)
+            for parameter in adapter.parameters():
+                if not parameter.any():  # at first they change nothing
+                    torch.nn.init.constant_(parameter, 0.1)
             adapter.apply_to()
         if when == "before attach":
             offloaded.attach(model, 12)
