@@ -15,11 +15,13 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,15 +47,8 @@ MEASURES = ("cuEventElapsedTime",)
 # Answers and no failures: the caller waits; an older driver does not know where its device is.
 ANSWERS = {("cuEventQuery", 600), ("cuDeviceGetAttribute", 1), ("cuDeviceGetAttribute", 801)}
 # Every call that can fail; those that a life does not make are left out by their count.
-KINDS = (
-    "cuInit cuDriverGetVersion cuDeviceGet cuDeviceGetCount cuDeviceGetName cuDeviceGetAttribute "
-    "cuDeviceGetPCIBusId cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease cuCtxGetCurrent "
-    "cuCtxPushCurrent cuCtxPopCurrent cuCtxGetStreamPriorityRange cuMemGetInfo cuMemHostAlloc "
-    "cuMemFreeHost cuMemHostRegister cuMemHostUnregister cuMemcpyHtoDAsync cuMemcpyDtoHAsync "
-    "cuStreamCreateWithPriority cuStreamDestroy cuStreamSynchronize cuStreamQuery "
-    "cuStreamWaitEvent cuStreamIsCapturing cuEventCreate cuEventDestroy cuEventRecord cuEventQuery "
-    "cuEventSynchronize cuEventElapsedTime"
-).split()
+_DRIVER = Path(__file__).resolve().parents[2] / "csrc" / "driver" / "driver.h"
+KINDS = re.findall(r"^  X\((cu(?!GetError)\w+),", _DRIVER.read_text("utf-8"), re.MULTILINE)
 
 
 @dataclass(frozen=True)
