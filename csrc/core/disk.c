@@ -44,7 +44,7 @@ void oo__disk_free(struct oo_disk *disk) {
 static enum oo_status oo__disk_open_direct(struct oo_disk *disk) {
     struct oo_file_state found = {0};
     disk->direct = oo__file_open(disk->path, 1);
-    if (disk->direct < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM))
+    if (disk->direct < 0 && errno != EINVAL)
         return oo__fail(OO_E_FILE, "'%s' cannot be read: %s", disk->path, strerror(errno));
     if (disk->direct >= 0)
         (void)oo__file_state(disk->direct, &found);
@@ -173,6 +173,7 @@ enum oo_status oo_host_keep(struct oo_host *file, size_t offset, size_t bytes, s
     kept->bytes = bytes;
     kept->room = room;
     kept->place = (char *)room->pages + place;
+    room->keeps = 1;
     const size_t at = oo__kept_until(disk, masters);
     memmove(disk->kept + at + 1, disk->kept + at, (disk->n_kept - at) * sizeof *disk->kept);
     disk->kept[at] = kept;

@@ -21,6 +21,7 @@ struct oo_host {
     struct oo_disk *disk;   /* the file that its pages show; NULL: they are memory alone */
     int kept;               /* the driver may never release pages of it: they are never freed */
     _Atomic size_t arrived; /* bytes of files that were read and are kept in it: oo_host_keep */
+    int keeps;              /* some is to be */
     /* Of filling: see oo__stretch_begin. Index 0 are small pages, 1 huge ones. */
     struct {
         size_t bytes;

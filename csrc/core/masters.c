@@ -165,19 +165,16 @@ static enum oo_status oo__registration_let_go(struct oo_engine *engine, struct o
  * no more of it (NULL). */
 static void oo__kept_note(struct oo_engine *engine, const struct oo_host *host,
                           const struct oo_known *memory) {
-    int awaited = 0;
+    if (host->keeps)
+        /* H10: a copy thread may be reading this, or queue a copy from memory that is unlocked
+         * next. */
+        oo__feeds_await(engine);
     for (const struct oo_known *known = engine->known; known; known = known->next) {
         const struct oo_disk *disk = known->host->disk;
         for (size_t i = 0; disk && i < disk->n_kept; i++) {
             struct oo_kept *kept = disk->kept[i];
-            if (kept->room != host)
-                continue;
-            /* H10: a copy thread may be reading this, or queue a copy from memory that is unlocked
-             * next. */
-            if (!awaited)
-                oo__feeds_await(engine);
-            awaited = 1;
-            kept->locked = oo__is_locked(memory, kept->place, kept->bytes);
+            if (kept->room == host)
+                kept->locked = oo__is_locked(memory, kept->place, kept->bytes);
         }
     }
 }

@@ -442,6 +442,9 @@ static void unlock_and_lock(void *unused) {
     (void)unused;
     need(oo_engine_unlock(waited_for->engine, kept_in), "unlock");
     need(oo_engine_lock(waited_for->engine, kept_in, OO_ALL_BYTES), "lock");
+static void unlock_it(void *unused) {
+    (void)unused;
+    need(oo_engine_unlock(waited_for->engine, kept_in), "unlock");
     has_ended = 1;
 }
 
@@ -452,6 +455,9 @@ static void a_room_is_locked_when_no_copy_is_under_way(void) {
     need(step(&w), "step"); /* so that the order is known */
     feeds_end(&w);
     need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(oo_engine_unlock(w.engine, kept_in), "unlock");
+    need(oo_engine_lock(w.engine, kept_in, OO_ALL_BYTES), "lock");
+    const struct oo_kept *kept = w.host->disk->kept[0];
     waited_for = &w;
     is_inside = may_go_on = has_ended = 0;
     w.host->disk->read = patient_read;
@@ -465,9 +471,56 @@ static void a_room_is_locked_when_no_copy_is_under_way(void) {
     may_go_on = 1;
     oo__thread_join(locker);
     CHECK(has_ended, "not locked");
+    struct oo_thread *locker = oo__thread_start(unlock_it, NULL);
+    usleep(50000); /* without the wait it ends meanwhile */
+    CHECK(!has_ended && kept->locked, "unlocked while copies are under way");
+    may_go_on = 1;
+    oo__thread_join(locker);
+    CHECK(has_ended && !kept->locked, "not unlocked");
     w.host->disk->read = counted_read;
     need(step(&w), "step");
     end_keeping(&w, "locked");
+}
+
+/* Of pages that came in part the rest is not known. */
+static void whole_pages_are_kept(void) {
+    enum { UNIT = 4 };
+    struct world w;
+    begin_keeping(&w);
+    const struct oo_part *part = &w.engine->units[w.unit[UNIT]].parts[0];
+    const size_t page = oo__page_bytes(), bytes = w.bytes[UNIT];
+    const size_t first = page - (uintptr_t)w.master[UNIT] % page;
+    const size_t last = (uintptr_t)(w.master[UNIT] + bytes) % page;
+    char *room = oo__pages_map((bytes / page + 3) * page);
+    CHECK(bytes > 3 * page && first > 1 && first < page && last > 1, "it begins with a page");
+    for (int i = 0; i < 3; i++) {
+        const size_t left = i < 2; /* at either end */
+        struct oo_failure failure = {0};
+        int is_read = 0;
+        const char *came =
+            oo__disk_bring(part, w.master[UNIT] + left, bytes - 2 * left, room, &failure, &is_read);
+        CHECK(came && is_read == 1 && memcmp(came, w.master[UNIT] + left, bytes - 2 * left) == 0,
+              "round %d: other bytes, or not read", i);
+        CHECK(oo_host_arrived(kept_in) == (left ? bytes - first - last : bytes),
+              "round %d: %zu of %zu bytes", i, oo_host_arrived(kept_in), bytes);
+    }
+    oo__pages_unmap(room, (bytes / page + 3) * page);
+    need(step(&w), "step");
+    end_keeping(&w, "whole pages");
+}
+
+/* As of a file system that has no direct reads, which says so when the file is opened. */
+static void a_file_without_direct_reads_is_opened(void) {
+    const char *const name = "/proc/version";
+    const int file = open(name, O_RDONLY), refusing = oo__file_open(name, 1);
+    if (file >= 0 && refusing < 0 && errno == EINVAL) {
+        struct oo_disk *disk = NULL;
+        need(oo__disk_open(name, file, &disk), "open");
+        CHECK(disk->direct < 0, "opened past the cache");
+        oo__disk_free(disk);
+    }
+    close(file);
+    close(refusing);
 }
 
 static void what_cannot_be_kept(void) {
@@ -482,6 +535,10 @@ static void what_cannot_be_kept(void) {
     CHECK(oo_host_keep(w.host, BEFORE - 1, 2, other, 0) == OO_E_ARGUMENT, "from before it");
     need(oo_host_keep(w.host, 0, BEFORE - 1, other, 1), "what is free");
     CHECK(oo_host_keep(w.host, all, 1, other, 0) == OO_E_ARGUMENT, "behind the file");
+    CHECK(oo_host_keep(w.host, all + 5, 1, other, 0) == OO_E_ARGUMENT, "far behind it");
+    CHECK(oo_host_keep(w.host, all - 1, 1, other, 8193) == OO_E_ARGUMENT, "far behind memory");
+    CHECK(oo_host_check(w.host, all + 5, 1) == OO_E_ARGUMENT, "checked behind the file");
+    need(oo_host_check(other, 0, 8192), "memory alone");
     CHECK(oo_host_keep(w.host, all - 1, 2, other, 0) == OO_E_ARGUMENT, "across its end");
     CHECK(oo_host_keep(w.host, all - 1, 1, other, 8192) == OO_E_ARGUMENT, "behind the memory");
     CHECK(oo_host_keep(w.host, all - 1, 0, other, 0) == OO_E_ARGUMENT, "nothing");
@@ -743,6 +800,8 @@ static const struct check_case cases[] = {
     CASE(a_write_counts_more_than_what_is_kept),
     CASE(a_room_goes_before_its_file_or_after_it),
     CASE(a_room_is_locked_when_no_copy_is_under_way),
+    CASE(whole_pages_are_kept),
+    CASE(a_file_without_direct_reads_is_opened),
     CASE(what_cannot_be_kept),
     CASE(threads_that_read_end_with_the_files),
     CASE(a_file_that_was_written_is_refused_until_it_is_as_it_was),
