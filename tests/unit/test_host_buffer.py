@@ -78,3 +78,34 @@ def test_what_cannot_be_mapped_or_asked_is_an_error() -> None:
         _core.HostBuffer(100, file=1 << 20)
     with pytest.raises(ValueError, match="begin"):
         _core.HostBuffer(100, file=0, begin=-1)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/pagemap", os.R_OK), reason="no file stays on disk")
+def test_what_a_file_keeps_in_other_memory(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)) * 64)
+    with open(path, "rb") as file:
+        shown = _core.HostBuffer(1, file=file.fileno(), path=os.fsencode(path))
+    room = _core.HostBuffer(4096)
+    assert shown.nbytes == 16384 and bytes(memoryview(shown)[:300]) == path.read_bytes()[:300]
+    shown.keep(room, 100, 4096, 0)
+    assert room.arrived == shown.arrived == 0
+    with pytest.raises(ValueError, match="are kept already"):
+        shown.keep(room, 4195, 1, 0)
+    with pytest.raises(ValueError, match="cannot be kept at 1 of other memory"):
+        shown.keep(room, 8192, 4096, 1)
+    with pytest.raises(TypeError, match="needs a HostBuffer"):
+        shown.keep(None, 0, 1, 0)
+    with pytest.raises(TypeError, match="keep"):
+        shown.keep()
+    shown.check(0, shown.nbytes)
+    room.check(0, 4096)
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(OffloadError, match="weights' was written since"):
+        shown.check(0, 1)
+    shown.fill(0, room.address, 4096)  # then its first page is this process's
+    shown.check(0, 4096)
+    with pytest.raises(ValueError, match="there are no 1 bytes at 16384"):
+        shown.check(16384, 1)
+    with pytest.raises(TypeError):
+        _core.HostBuffer(1, path="text")
