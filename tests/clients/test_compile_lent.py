@@ -366,8 +366,9 @@ def test_experts_that_ask_for_values_are_called_from_outside(name):
         assert all(layer.breaks for layer in leaves(manager))
         assert backend.count("lent") == 0
         assert backend.count("linear") > 0
+        assert backend.graphs <= 9  # as without an operator
+        read(managed)  # on a card it was deterministic until here, which dynamo guards
         graphs = backend.graphs
-        assert graphs <= 9  # as without an operator
         read(managed)
         assert backend.graphs == graphs
         assert manager.attachment.state.engine.stats()["h2d_bytes"] > 0
