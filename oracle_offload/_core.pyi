@@ -106,7 +106,7 @@ class HostBuffer:
     """
 
     def __new__(
-        cls, nbytes: int, node: int = -1, file: int = -1, begin: int = 0, path: bytes = ...
+        cls, nbytes: int, node: int = -1, file: int = -1, begin: int = 0, path: bytes = b""
     ) -> Self:
         """`node`: the NUMA node that its pages shall be on, as far as threads may run there.
 

@@ -19,7 +19,7 @@ static PyObject *oo__buffer_new(PyTypeObject *type, PyObject *arguments, PyObjec
     struct oo_module_state *state = oo__state_of(type);
     struct oo_host *host = NULL;
     enum oo_status status;
-    if (path)
+    if (path && PyBytes_Size(path))
         status = oo_host_create_file(PyBytes_AsString(path), file, &host);
     else if (file < 0)
         status = oo_host_create((size_t)nbytes, &host);
@@ -169,7 +169,7 @@ static PyGetSetDef oo__buffer_properties[] = {
 };
 
 static char oo__buffer_doc[] = "HostBuffer(nbytes, node=-1, file=-1, begin=0, "
-                               "path=None)\n--\n\nPage-aligned host memory for masters.";
+                               "path=b'')\n--\n\nPage-aligned host memory for masters.";
 
 static PyType_Slot oo__buffer_slots[] = {
     {Py_tp_doc, oo__buffer_doc},
