@@ -8,6 +8,7 @@ import re
 
 import models
 import pytest
+import sides
 import torch
 from capturing import Backend
 from equality import (
@@ -123,7 +124,9 @@ def test_compiled_blocks_with_adapters_and_checkpoints(family):
         ]
         again = not hasattr(managed, "gradient_checkpointing_enable")  # a recompute runs the graph
         assert backend.count(*KINDS) == RUNS * 2 * (1 + again) * len(inside) > 0
-        assert backend.graphs <= 2 * len({type(block) for block in blocks.values()})
+        # What a card recomputes is in a thread that has no default device, which dynamo guards.
+        apart = again and sides.DEVICE == "cuda"
+        assert backend.graphs <= 2 * (1 + apart) * len({type(block) for block in blocks.values()})
         assert manager.attachment.state.engine.stats()["h2d_bytes"] > 0
     assert not counters["graph_break"]
     assert all(p.grad is not None for n, p in managed.named_parameters() if "lora" in n)
