@@ -17,6 +17,7 @@ import itertools
 import json
 import mmap
 import multiprocessing
+import os
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
@@ -83,15 +84,20 @@ def run_engine(
     try:
         with tempfile.NamedTemporaryFile() as stays:
             stays.truncate(nbytes)  # a hole: nothing of it is read
-            files = _core.HostBuffer(nbytes, file=stays.fileno(), path=stays.name)
+            files, kept = (
+                _core.HostBuffer(nbytes, file=stays.fileno(), path=os.fsencode(stays.name))
+                for _ in range(2)
+            )
+            kept.keep(masters, 0, nbytes, 0)
             stream = engine.compute_stream
             address = np.frombuffer(space, "b").ctypes.data
             engine.add_segment(lease, -(-address // 256) * 256, capacity, stream)
             engine.lock(masters)
             engine.lock(files, 0)
+            engine.lock(kept, 0)
             members = []
             for number, size in enumerate(trace.unit_bytes):
-                place = (masters if number in in_memory else files).address
+                place = (kept if number in in_memory else files).address
                 _, added = engine.add_unit(model, [[(place, size)]], False)
                 members.append(added[0][0])
             read = [0]
@@ -102,6 +108,7 @@ def run_engine(
                 simulator.finish()
             engine.remove_lease(lease)
             engine.remove_model(model)
+            engine.unlock(kept)
             engine.unlock(files)
             engine.unlock(masters)
     finally:

@@ -14,6 +14,8 @@
  * bytes which were written while they were read are never used: a write changes the time of the
  * file before its first byte. */
 #include "disk.h"
+#include "simulated.h"
+#include "staging.h"
 
 #include <errno.h>
 #include <stdatomic.h>
@@ -194,7 +196,7 @@ static const char *oo__kept_bytes(const struct oo_kept *kept, const char *master
 }
 
 /* Keep what was read, each page once: two units may have the same masters. Of a page that is here
- * in part the rest is not known: it is not kept. */
+ * in part the rest is not known: it is not kept. `read` NULL: no one wants the bytes. */
 static void oo__keep(struct oo_kept *kept, const char *masters, size_t bytes, const char *read) {
     const size_t page_bytes = oo__page_bytes();
     const char *const first = kept->masters, *const last = first + kept->bytes;
@@ -209,7 +211,8 @@ static void oo__keep(struct oo_kept *kept, const char *masters, size_t bytes, co
         _Atomic unsigned char *page = &kept->pages[oo__kept_page(kept, begin)];
         if (!atomic_compare_exchange_strong(page, &state, OO_COMES))
             continue;
-        memcpy(kept->place + (begin - first), read + (begin - masters), (size_t)(end - begin));
+        if (read)
+            memcpy(kept->place + (begin - first), read + (begin - masters), (size_t)(end - begin));
         atomic_store_explicit(page, OO_IN_MEMORY, memory_order_release);
         kept->arrived += (size_t)(end - begin);
         kept->room->arrived += (size_t)(end - begin);
@@ -237,23 +240,34 @@ static ptrdiff_t oo__read_pages(struct oo_disk *disk, char *room, size_t bytes, 
     return got;
 }
 
-static const char *oo__bring_unwritten(const struct oo_part *part, const char *masters,
-                                       size_t bytes, char *room, struct oo_failure *failure,
-                                       int *is_read) {
-    struct oo_kept *kept = part->kept;
+/* In the time of a simulated disk, of which copies may move no byte. */
+static const char *oo__disk_read_and_keep(const struct oo_engine *engine,
+                                          const struct oo_part *part, const char *masters,
+                                          size_t bytes, char *room, struct oo_failure *failure) {
+    int wanted;
+    if (!oo__works(failure, "simRead", oo__simulated_read(engine, bytes, &wanted)))
+        return NULL;
+    const char *read =
+        wanted ? oo__disk_read(part, masters, bytes, room, failure) : room + oo__disk_skew(masters);
+    if (read && part->kept)
+        oo__keep(part->kept, masters, bytes, wanted ? read : NULL);
+    return read;
+}
+
+static const char *oo__bring_unwritten(const struct oo_engine *engine, const struct oo_part *part,
+                                       const char *masters, size_t bytes, char *room,
+                                       struct oo_failure *failure, int *is_read) {
+    const struct oo_kept *kept = part->kept;
     const char *here = kept ? oo__kept_bytes(kept, masters, bytes) : NULL;
     *is_read = !here;
-    if (!here) {
-        const char *read = oo__disk_read(part, masters, bytes, room, failure);
-        if (read && kept)
-            oo__keep(kept, masters, bytes, read);
-        return read;
-    }
+    if (!here)
+        return oo__disk_read_and_keep(engine, part, masters, bytes, room, failure);
     return kept->locked ? here : memcpy(room, here, bytes);
 }
 
-const char *oo__disk_bring(const struct oo_part *part, const char *masters, size_t bytes,
-                           char *room, struct oo_failure *failure, int *is_read) {
+const char *oo__disk_bring(const struct oo_engine *engine, const struct oo_part *part,
+                           const char *masters, size_t bytes, char *room,
+                           struct oo_failure *failure, int *is_read) {
     const struct oo_disk *disk = part->memory->host->disk;
     const int written = oo__pages_written(masters, bytes);
     const int error = errno;
@@ -261,7 +275,7 @@ const char *oo__disk_bring(const struct oo_part *part, const char *masters, size
     if (written < 0) /* perhaps it is, and perhaps no descriptor was left to ask with */
         return oo__disk_failed(disk, error, failure);
     if (written == 0)
-        return oo__bring_unwritten(part, masters, bytes, room, failure, is_read);
+        return oo__bring_unwritten(engine, part, masters, bytes, room, failure, is_read);
     if (!oo__disk_shows(disk, masters, bytes)) /* before: what is cut off cannot be touched */
         return oo__disk_failed(disk, OO_DISK_CHANGED, failure);
     memcpy(room, masters, bytes);

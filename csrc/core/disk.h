@@ -53,8 +53,9 @@ const char *oo__disk_read(const struct oo_part *part, const char *masters, size_
                           struct oo_failure *failure);
 /* The same, or from memory: where some page of them was written, by way of `room`; where they are
  * kept, from there if that is locked. */
-const char *oo__disk_bring(const struct oo_part *part, const char *masters, size_t bytes,
-                           char *room, struct oo_failure *failure, int *is_read);
+const char *oo__disk_bring(const struct oo_engine *engine, const struct oo_part *part,
+                           const char *masters, size_t bytes, char *room,
+                           struct oo_failure *failure, int *is_read);
 /* What such a failure was, in words: OO_E_FILE. */
 enum oo_status oo__disk_fail(const struct oo_failure *failure);
 

@@ -155,17 +155,14 @@ static int oo__slot_wait(struct oo_engine *engine, unsigned slot, struct oo_fail
  * Returns where they are there; NULL: `failure`. */
 static const char *oo__piece_bring(const struct oo_engine *engine, const struct oo_piece *piece,
                                    char *room, struct oo_failure *failure, struct oo_costs *costs) {
-    int is_read = 1, wanted;
+    int is_read = 0;
     if (!oo__disk_of(piece->part)) {
         memcpy(room, piece->host, piece->bytes);
         return room;
     }
     const uint64_t begin = oo__nanoseconds();
-    if (!oo__works(failure, "simRead", oo__simulated_read(engine, piece->bytes, &wanted)))
-        return NULL;
     const char *bytes =
-        wanted ? oo__disk_bring(piece->part, piece->host, piece->bytes, room, failure, &is_read)
-               : room + oo__disk_skew(piece->host);
+        oo__disk_bring(engine, piece->part, piece->host, piece->bytes, room, failure, &is_read);
     if (is_read) {
         costs->disk_nanoseconds += oo__nanoseconds() - begin;
         costs->disk_bytes += bytes ? piece->bytes : 0;

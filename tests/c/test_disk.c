@@ -472,6 +472,16 @@ static void a_room_is_locked_when_no_copy_is_under_way(void) {
     end_keeping(&w, "locked");
 }
 
+/* As a copy thread has it, with the device's context. */
+static const char *bring(const struct world *w, const struct oo_part *part, const char *masters,
+                         size_t bytes, char *room, struct oo_failure *failure, int *is_read) {
+    OOCUcontext was = NULL;
+    CHECK(sim.cuCtxPushCurrent_v2(w->engine->context) == OOCU_SUCCESS, "no context");
+    const char *came = oo__disk_bring(w->engine, part, masters, bytes, room, failure, is_read);
+    CHECK(sim.cuCtxPopCurrent_v2(&was) == OOCU_SUCCESS, "no context");
+    return came;
+}
+
 /* Of pages that came in part the rest is not known. */
 static void whole_pages_are_kept(void) {
     enum { UNIT = 4 };
@@ -488,7 +498,7 @@ static void whole_pages_are_kept(void) {
         struct oo_failure failure = {0};
         int is_read = 0;
         const char *came =
-            oo__disk_bring(part, w.master[UNIT] + left, bytes - 2 * left, room, &failure, &is_read);
+            bring(&w, part, w.master[UNIT] + left, bytes - 2 * left, room, &failure, &is_read);
         CHECK(came && is_read == 1 && memcmp(came, w.master[UNIT] + left, bytes - 2 * left) == 0,
               "round %d: other bytes, or not read", i);
         CHECK(oo_host_arrived(kept_in) == (left ? bytes - first - last : bytes),
@@ -668,8 +678,7 @@ static int brought(const struct world *w, unsigned unit, char *room) {
     const struct oo_part *part = &w->engine->units[w->unit[unit]].parts[0];
     struct oo_failure failure = {0};
     int is_read = 0;
-    const char *bytes =
-        oo__disk_bring(part, w->master[unit], w->bytes[unit], room, &failure, &is_read);
+    const char *bytes = bring(w, part, w->master[unit], w->bytes[unit], room, &failure, &is_read);
     CHECK(!bytes == (failure.call != NULL) && (!bytes || failure.disk == NULL), "no reason");
     CHECK(!bytes || memcmp(bytes, w->master[unit], w->bytes[unit]) == 0, "other bytes");
     return !bytes ? -1 : is_read;
