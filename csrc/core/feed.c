@@ -48,11 +48,14 @@ static void oo__queue_put(struct oo_feeder *feeder, struct oo_feed *feed, int ur
 }
 
 /* The feed to go on with; NULL: none. One that is measured runs alone, so that its time is its own,
- * and no later one begins before it. */
+ * and no later one begins before it. Few threads at a time copy what is near, so that the others go
+ * on reading. */
 static struct oo_feed *oo__queue_next(const struct oo_feeder *feeder) {
     int passed = 0;
     for (struct oo_feed *feed = feeder->first; feed; feed = feed->next) {
         const int may_begin = !passed && !feeder->measures && (!feed->begin || !feeder->n_begun);
+        if (feed->is_near && feeder->n_near >= OO_NEAR_THREADS && (feed->begun || may_begin))
+            continue;
         if (feed->begun || may_begin)
             return feed;
         passed = 1;
@@ -326,12 +329,14 @@ static void oo__feed_on(struct oo_engine *engine, struct oo_feed *feed, int *ent
         const struct oo_piece piece = oo__take_piece(engine, feed);
         struct oo_costs costs = {0};
         feed->active++;
+        feeder->n_near += feed->is_near != 0;
         if (feeder->n_active++ == 0)
             feeder->since = oo__nanoseconds();
         oo__mutex_unlock(feeder->mutex);
         works = oo__copy_piece(engine, &piece, &failure, &costs);
         oo__mutex_lock(feeder->mutex);
         feed->active--;
+        feeder->n_near -= feed->is_near != 0;
         if (--feeder->n_active == 0)
             oo__clock_stop(feeder);
         if (piece.staged)
@@ -423,6 +428,16 @@ void oo__feeder_close(struct oo_engine *engine) { oo__feeder_end(&engine->feeder
 
 /* ---- the engine's side: under its mutex ---- */
 
+/* Whether memory has all of it. */
+static int oo__is_near(const struct oo_unit *unit) {
+    for (uint32_t i = 0; i < unit->n_parts; i++) {
+        const struct oo_kept *kept = unit->parts[i].kept;
+        if (oo__disk_of(&unit->parts[i]) && !(kept && kept->arrived == kept->bytes))
+            return 0;
+    }
+    return 1;
+}
+
 enum oo_status oo__feed_begin(struct oo_engine *engine, uint32_t id, uintptr_t address,
                               const struct oo_event *ready, int urgent) {
     enum oo_status status;
@@ -445,6 +460,7 @@ enum oo_status oo__feed_begin(struct oo_engine *engine, uint32_t id, uintptr_t a
                                    .address = address,
                                    .ready = ready,
                                    .is_decoded = unit->decodes,
+                                   .is_near = engine->feeder.reads && oo__is_near(unit),
                                    .begin = begin,
                                    .end = end,
                                    .running = 1,

@@ -77,6 +77,9 @@ struct oo_ring {
 /* Of those that copy memory, no more than processors; of those that read files, which wait for a
  * disk and not for a processor, as many as pieces of the ring. */
 enum { OO_FEED_THREADS = 4, OO_READ_THREADS = OO_RING_PIECES };
+/* Of the latter, so many at a time copy what memory has: its pieces would take all of the ring, for
+ * as long as the link takes for them, and the disk would rest. */
+enum { OO_NEAR_THREADS = 2 };
 
 /* A driver call of a copy thread that failed, or its read of a file; `call` is NULL where none has.
  */
@@ -96,6 +99,7 @@ struct oo_feed {
     struct oo_event *begin, *end; /* NULL where it is not measured */
     int open;                     /* not known to have arrived */
     int is_decoded;               /* some of its parts are, by a kernel */
+    int is_near;                  /* memory has all of it, beside what comes from a disk */
     /* Under the feeder's mutex while it runs: */
     struct oo_feed *next; /* in the queue */
     int running, queued;  /* until its last piece has been copied; until that has been taken */
@@ -113,6 +117,7 @@ struct oo_feeder {
     struct oo_mutex *mutex; /* taken after the engine's; protects what follows */
     struct oo_feed *first;  /* of the queue */
     uint32_t n_running, n_active, n_begun;
+    uint32_t n_near;             /* pieces under way of feeds that are near */
     int measures;                /* the one that has begun is measured */
     uint32_t n_wanted;           /* threads: those whose number is higher end */
     struct oo_failure loss;      /* of the context, as a copy thread met it */
