@@ -349,7 +349,9 @@ class DeviceState:
 
         What is to be stepped comes from the masters instead.
         """
-        return any(stepper.give_up_copies() for stepper in set(self.steppers.values()))
+        # Of all, before any is asked about: two may step one unit, which one ends for both.
+        given_up = [stepper.give_up_copies() for stepper in set(self.steppers.values())]
+        return any(given_up)
 
     def end_rewrites(self, stepper: Any) -> None:
         """All that `stepper` has sent is home."""

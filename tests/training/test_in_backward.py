@@ -1050,3 +1050,31 @@ def test_what_code_writes_after_the_step_of_a_weight_is_what_the_next_forward_ha
             for here, there in zip(managed.parameters(), fresh.parameters(), strict=True):
                 there.copy_(here)
             assert_same(managed(x), fresh(x))
+
+
+def test_every_optimizer_gives_up_its_copies(device, small_batches, monkeypatch):
+    """Two step one unit: what one of them ends there, the other must not step in place."""
+    if small_batches == "together":
+        pytest.skip("in units of their own")
+    monkeypatch.setattr(stepping, "BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
+    managed = Late()
+    with attached(managed, device, offload_percent=0.0) as manager:
+        parts = [[p for p in managed.parameters() if p.dim() == n] for n in (2, 1)]
+        optimizers = [streamed(torch.optim.SGD(part, lr=0.1)) for part in parts]
+        state, seen = manager.state, []
+
+        def give_up(gradient):
+            steppers = set(state.steppers.values())
+            seen.append(sum(bool(stepper._rewritten) for stepper in steppers))
+            assert state.give_up_copies()
+            seen.append(sum(bool(stepper._rewritten) for stepper in steppers))
+
+        y = managed.layers[0](torch.ones(4, 32).to(device))
+        y.register_hook(give_up)
+        for layer in managed.layers[1:]:
+            y = layer(y).tanh()
+        y.square().mean().backward()
+        assert seen == [2, 0]
+        for optimizer in optimizers:
+            optimizer.step()
