@@ -171,7 +171,7 @@ def _resident(
     sizes = [unit_bytes(distinct([unit])) for unit in units]
     in_both = sum(sizes[number] for number in in_memory) + 2 * capacity - sum(sizes)
     most = min(in_both, capacity - floor)
-    if most <= 0:
+    if most <= 0 or sum(sizes) <= capacity:  # the arena holds all of them as it is
         return set()
     chosen = spread([sizes[number] for number in left], most)
     return {left[number] for number in chosen}

@@ -220,6 +220,17 @@ def test_what_a_whole_forward_did_not_need_keeps_nothing_waiting(tmp_path):
         assert stats_of(manager)["disk_arrived_bytes"] == stats["disk_kept_bytes"]
 
 
+@pytest.mark.parametrize("memory", ["80KiB", "1GiB"])
+def test_what_the_arena_holds_all_of_is_managed_too(device, tmp_path, memory):
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    sizes = {"ram_budget": memory, "vram_budget": "64MiB"}
+    with on_disk(managed, device, path, **sizes) as manager:
+        assert len(manager.layers) >= DEPTH
+        assert_models_agree(managed, resident, step, device=device)
+        assert read_bytes(manager) == DEPTH * WEIGHT
+
+
 @pytest.mark.parametrize("blocks", [0, 1, DEPTH // 2 + 1])
 def test_detach_while_weights_arrive(device, tmp_path, blocks):
     resident, path = saved(tmp_path)
