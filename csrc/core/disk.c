@@ -99,7 +99,8 @@ static int oo__disk_shows(const struct oo_disk *disk, const char *masters, size_
 }
 
 int oo__disk_written(const struct oo_disk *disk, const char *masters, size_t bytes) {
-    return oo__pages_written(masters, bytes) > 0 && oo__disk_shows(disk, masters, bytes);
+    const int written = oo__pages_written(masters, bytes);
+    return written > 0 && !oo__disk_shows(disk, masters, bytes) ? -1 : written;
 }
 
 size_t oo__disk_skew(const char *masters) { return (uintptr_t)masters % oo__page_bytes(); }

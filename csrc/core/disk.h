@@ -43,7 +43,7 @@ struct oo_kept *oo__kept_at(const struct oo_disk *disk, const char *masters, siz
 void oo__kept_forget(struct oo_disk *disk);
 
 /* Whether code of this process has written any page of these masters: then memory alone has what
- * they are, and no file. */
+ * they are, and no file. -1: that is not known, or memory has not all of them any more. */
 int oo__disk_written(const struct oo_disk *disk, const char *masters, size_t bytes);
 /* Bytes in front of masters in their first page, which come with them. */
 size_t oo__disk_skew(const char *masters);

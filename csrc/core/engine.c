@@ -65,11 +65,14 @@ static size_t oo__master_bytes(const struct oo_member_tensor *tensor) {
     return tensor->coded_bytes ? tensor->coded_bytes : tensor->bytes;
 }
 
-/* What is in a file, and was not written, is what it was: it is not read for that. */
+/* What is in a file, and was not written, is what it was: it is not read for that. Where that is
+ * not known it is something else, so that the copy says why. */
 static uint64_t oo__read_master(const struct oo_engine *engine, const struct oo_unit *unit,
                                 const struct oo_member_tensor *tensor, enum oo_reading reading) {
     const size_t bytes = oo__master_bytes(tensor);
     const int in_memory = unit->on_disk ? oo__in_memory(engine, tensor->host, bytes) : 1;
+    if (in_memory < 0)
+        return UINT64_MAX;
     return in_memory ? oo__fingerprint(tensor->host, bytes, reading) : 0;
 }
 

@@ -9,7 +9,7 @@
 const struct oo_known *oo__known_memory(const struct oo_engine *engine, const void *address,
                                         size_t bytes);
 /* Whether memory alone has these bytes: they are in no file, or code of this process has written
- * them. */
+ * them. -1: that is not known, or they are not all there any more. */
 int oo__in_memory(const struct oo_engine *engine, const void *address, size_t bytes);
 /* Whether all these bytes, which are in the memory (NULL: in none), are page-locked. */
 int oo__is_locked(const struct oo_known *memory, const void *address, size_t bytes);

@@ -701,13 +701,13 @@ static void memory_counts_where_all_of_it_is_known(void) {
     CHECK(!oo__disk_written(w.host->disk, masters, bytes) && brought(&w, UNIT, room) == 1,
           "what no one has written is not read");
     masters[bytes - 1] ^= 1; /* the last page of several */
-    CHECK(oo__disk_written(w.host->disk, masters, bytes) && brought(&w, UNIT, room) == 0,
+    CHECK(oo__disk_written(w.host->disk, masters, bytes) == 1 && brought(&w, UNIT, room) == 0,
           "what was written is read from the file");
     set_time(was.st_mtim.tv_sec + 1, 0);
-    CHECK(!oo__disk_written(w.host->disk, masters, bytes) && brought(&w, UNIT, room) == -1,
+    CHECK(oo__disk_written(w.host->disk, masters, bytes) == -1 && brought(&w, UNIT, room) == -1,
           "pages of another file were used");
     memset(masters, 0x77, bytes);
-    CHECK(oo__disk_written(w.host->disk, masters, bytes) && brought(&w, UNIT, room) == 0,
+    CHECK(oo__disk_written(w.host->disk, masters, bytes) == 1 && brought(&w, UNIT, room) == 0,
           "what is all in memory is not used");
     oo__pages_unmap(room, (bytes / page + 3) * page);
     end(&w, "written in part");

@@ -402,6 +402,41 @@ def test_a_file_that_is_written_is_refused_by_name(device, tmp_path, change, cap
     assert "what of its weights is in files is as these are now" in caplog.text
 
 
+def written_in_part(managed, resident):
+    """Write some of a weight, where torch counts no write."""
+    for model in (managed, resident):
+        model.blocks[1].base.weight.detach().numpy()[: WIDTH // 2] *= 1.5
+
+
+def test_what_was_written_of_a_written_file_is_no_old_copy(tmp_path):
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, "cpu", path, vram_budget="64MiB"):
+        assert_models_agree(managed, resident, step)  # the arena has all of it
+        rewritten(path)
+        written_in_part(managed, resident)
+        with pytest.raises(OffloadError, match=WRITTEN):
+            step(managed)
+
+
+def test_what_was_written_is_no_old_copy_where_no_descriptor_is_left(tmp_path):
+    resource = pytest.importorskip("resource")
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, "cpu", path, vram_budget="64MiB"):
+        assert_models_agree(managed, resident, step)
+        written_in_part(managed, resident)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            with pytest.raises(OffloadError, match="Too many open files"):
+                step(managed)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        managed.zero_grad()
+        assert_models_agree(managed, resident, step)
+
+
 def test_a_weight_of_a_written_file_is_not_trained(tmp_path):
     _, path = saved(tmp_path)
     managed = without_values()
