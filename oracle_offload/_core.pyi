@@ -125,6 +125,8 @@ class HostBuffer:
         """Bytes of files that were read into it: see `keep`."""
 
     @property
+    def known(self) -> bool: ...
+    @property
     def locked(self) -> bool: ...
     def check(self, offset: int, nbytes: int, /) -> None:
         """Refuse bytes of a file that was written since, unless this process has written them."""

@@ -114,6 +114,7 @@ void oo__host_free(struct oo_host *host) {
 void *oo_host_address(const struct oo_host *host) { return host->pages; }
 size_t oo_host_bytes(const struct oo_host *host) { return host->bytes; }
 int oo_host_locked(const struct oo_host *host) { return host->locked > 0; }
+int oo_host_known(const struct oo_host *host) { return host->known != NULL; }
 void oo_host_prefer_node(struct oo_host *host, int node) { host->node = node; }
 
 struct oo_share {

@@ -165,6 +165,7 @@ enum oo_status oo_host_destroy(struct oo_host *host);
 void *oo_host_address(const struct oo_host *host);
 size_t oo_host_bytes(const struct oo_host *host);
 int oo_host_locked(const struct oo_host *host); /* some of it, by any engine */
+int oo_host_known(const struct oo_host *host);  /* to any engine */
 /* Have its memory on a NUMA node, as far as the threads that fill it may run there; -1: on any. */
 void oo_host_prefer_node(struct oo_host *host, int node);
 /* Copy `bytes` from `source` to `offset`, touching fresh pages from several threads. */

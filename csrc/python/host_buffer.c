@@ -142,6 +142,11 @@ static PyObject *oo__buffer_locked(PyObject *object, void *unused) {
     return PyBool_FromLong(oo_host_locked(((struct oo_py_buffer *)object)->host));
 }
 
+static PyObject *oo__buffer_known(PyObject *object, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(oo_host_known(((struct oo_py_buffer *)object)->host));
+}
+
 static PyObject *oo__buffer_arrived(PyObject *object, void *unused) {
     (void)unused;
     return PyLong_FromSize_t(oo_host_arrived(((struct oo_py_buffer *)object)->host));
@@ -164,6 +169,7 @@ static PyGetSetDef oo__buffer_properties[] = {
     {"address", oo__buffer_address, NULL, "Address of the first byte.", NULL},
     {"nbytes", oo__buffer_nbytes, NULL, "Size in bytes.", NULL},
     {"arrived", oo__buffer_arrived, NULL, "Bytes of files that were read into it.", NULL},
+    {"known", oo__buffer_known, NULL, "Whether an engine knows the memory.", NULL},
     {"locked", oo__buffer_locked, NULL, "Whether the pages are locked for the device.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -44,7 +44,10 @@ class Lockable(Protocol):
     uses: int
     cuts: list[int]
     locked_bytes: int
-    is_known: bool  # to the engine, which must forget it before its memory goes
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the engine knows it, and must forget it before its memory goes."""
 
 
 class LockBudget:
@@ -114,7 +117,6 @@ class LockBudget:
         """Let the engine forget a piece, as far as it knows it."""
         if piece.is_known:
             self._state.engine.unlock(piece.buffer)
-            piece.is_known = False
 
     def leave_headroom(self, pieces: Sequence[Lockable]) -> None:
         """After the last piece: see that others can lock something still; drop idle rings."""
@@ -178,7 +180,6 @@ class LockBudget:
         fitting = (cut for cut in piece.cuts if cut <= limit and whole_pages(cut) <= room)
         nbytes = max(fitting, default=0)
         refused = self._state.engine.lock(piece.buffer, nbytes)
-        piece.is_known = True
         if refused is None:
             piece.locked_bytes = nbytes
         else:

@@ -157,8 +157,6 @@ class Piece:
         Offsets up to which it can be locked; the last is its size.
     locked_bytes : int
         The one up to which it is.
-    is_known : bool
-        Whether the engine knows it, and must forget it before its memory goes.
     is_file : bool
         Whether its memory is a file, from which the engine reads what it copies.
     coded : dict of int to CodedMaster
@@ -190,7 +188,6 @@ class Piece:
         self.start, self.end = self.buffer.address, self.buffer.address + self.buffer.nbytes
         self.uses = 0
         self.locked_bytes = 0
-        self.is_known = False
         self.coded: dict[int, CodedMaster] = {}
         try:
             self._fill(units, offsets, prepared, on_bytes, files, intake, share)
@@ -201,6 +198,11 @@ class Piece:
         self._storages = [
             StorageWeakRef(tensor.untyped_storage()) for unit in units for tensor in unit
         ]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the engine knows it, also where an exception came as it had just been told."""
+        return self.buffer.known
 
     def _fill(
         self,
@@ -277,7 +279,7 @@ class FilePiece(Piece):
     def __init__(self, buffer: HostBuffer, tensors: Sequence[tuple[Tensor, int]]) -> None:
         self.buffer = buffer
         self.start, self.end = buffer.address, buffer.address + buffer.nbytes
-        self.is_shared = self.is_known = False
+        self.is_shared = False
         self.uses = self.locked_bytes = 0
         self.cuts = [0]  # none of it is locked
         self.coded = {}
@@ -305,7 +307,7 @@ class Room(Piece):
         offsets, self._cuts = lay_out([[tensor for tensor, _, _ in unit] for unit in units])
         self.buffer = HostBuffer(self._cuts[-1], node)
         self.start, self.end = self.buffer.address, self.buffer.address + self.buffer.nbytes
-        self.is_shared = self.is_known = False
+        self.is_shared = False
         self.uses = self.locked_bytes = 0
         self.cuts = [0]
         self.coded = {}

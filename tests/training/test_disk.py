@@ -220,6 +220,45 @@ def test_what_a_whole_forward_did_not_need_keeps_nothing_waiting(tmp_path):
         assert stats_of(manager)["disk_arrived_bytes"] == stats["disk_kept_bytes"]
 
 
+class InterruptedOnce:
+    """An engine; Ctrl-C comes as soon as it has been asked `what` for the first time."""
+
+    def __init__(self, engine, what):
+        self._engine, self._what = engine, what
+
+    def __getattr__(self, name):
+        found = getattr(self._engine, name)
+        if name != self._what:
+            return found
+
+        def interrupted(*arguments):
+            found(*arguments)
+            self._what = None
+            raise KeyboardInterrupt
+
+        return interrupted
+
+
+@pytest.mark.parametrize("what", ["unlock", "lock"])
+def test_ctrl_c_while_what_has_arrived_is_locked(tmp_path, monkeypatch, what):
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    with on_disk(managed, "cpu", path, ram_budget="1GiB") as manager:
+        step(managed)
+        with monkeypatch.context() as patch:
+            engine = InterruptedOnce(manager.state.engine, what)
+            patch.setattr(manager.state, "engine", engine)
+            with pytest.raises(KeyboardInterrupt):
+                step(managed)
+        for _ in range(2):  # a forward that was interrupted has begun
+            step(managed)
+        stats = stats_of(manager)
+        assert stats["locked_bytes"] - stats["ring_bytes"] >= stats["disk_arrived_bytes"] > 0
+        managed.zero_grad()
+        assert_models_agree(managed, resident, step)
+    assert_same(managed.state_dict(), resident.state_dict())
+
+
 @pytest.mark.parametrize("memory", ["80KiB", "1GiB"])
 def test_what_the_arena_holds_all_of_is_managed_too(device, tmp_path, memory):
     resident, path = saved(tmp_path)

@@ -338,14 +338,19 @@ def test_a_process_ends_while_copy_threads_are_alive(how):
 CUT = 64 << 10
 
 
+class Lockable(SimpleNamespace):
+    @property
+    def is_known(self):
+        return self.buffer.known
+
+
 def piece_of(cuts=4, uses=0):
     buffer = _core.HostBuffer(cuts * CUT)
-    return SimpleNamespace(
+    return Lockable(
         buffer=buffer,
         uses=uses,
         cuts=[number * CUT for number in range(cuts + 1)],
         locked_bytes=0,
-        is_known=False,
     )
 
 
