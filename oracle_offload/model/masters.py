@@ -687,5 +687,6 @@ class Pieces:
         for address, coded in self._pieces[start].coded.items():
             if self._coded.get(address) is coded:
                 self.forget_coded(coded)
+        self._filling = [room for room in self._filling if room.start != start]
         del self._pieces[start]
         self._starts.remove(start)

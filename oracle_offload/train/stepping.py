@@ -481,7 +481,8 @@ class Batch:
     tickets : list
         Of the copies there, and what they write to, which lives as long.
     units : set
-        Whose copies in the arena are stepped in place.
+        What is rewritten with it: units of its Parameters, whose copies in the arena may be stepped
+        in place.
     is_spent : bool
         Whether its step was begun: the optimizer may have written to `gradients`.
     stepped : list or None
@@ -701,12 +702,12 @@ class Stepper:
         if home is None:
             return None
         self._rewrite(home, parameter)
+        batch.units.update(home.units)
         layer, index = home.places[0]
         address = self._rewritten[layer.unit]
         if not address:
             self._written.difference_update(home.units)
             return None
-        batch.units.add(layer.unit)
         views = layer.views.get(address) or layer.view_at(address)
         return cast("Tensor", views[index])
 

@@ -796,6 +796,61 @@ def test_a_copy_that_waits_to_be_stepped_may_be_used_again(device, monkeypatch, 
         assert len(used) == 16
 
 
+class Again(nn.Module):
+    """Layers in checkpointed pairs, some of them twice."""
+
+    order = 0, 1, 2, 3, 4, 5, 3, 2, 1
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(50)
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=bool(i % 2)) for i in range(6))
+        self.hook = None
+
+    def forward(self, x):
+        for n in range(0, len(self.order), 2):
+            x = checkpoint(self.pair, self.order[n : n + 2], x, use_reentrant=False)
+            if self.hook is not None:
+                x.register_hook(self.hook)
+        return x
+
+    def pair(self, numbers, x):
+        for number in numbers:
+            x = self.layers[number](x).tanh() + x * 0.5
+        return x
+
+
+def test_a_batch_that_waits_is_brought_again_where_its_unit_is_fetched(
+    sim, monkeypatch, small_batches
+):
+    """Where it came from the host, too: else it goes home while the unit's copy reads that."""
+    if small_batches == "together":
+        pytest.skip("in units of their own")
+    monkeypatch.setattr(stepping, "LEAVING", 50)
+    sim.slow_link()
+    managed = Again()
+    resident = copy.deepcopy(managed)
+    models = managed, resident
+
+    def use_two(_):
+        with torch.no_grad():
+            for number in (0, 5):
+                managed.layers[number](torch.ones(1, 32))
+
+    with attached(managed, "cpu", offload_percent=1.0) as manager:
+        assert len(manager.layers) == 6
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+        streamed(optimizers[0])
+        managed.hook = use_two
+        for number in range(5):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                torch.manual_seed(number)
+                model(torch.randn(4, 32).requires_grad_()).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_alike(models, optimizers)
+
+
 def test_a_model_leaves_while_the_exception_of_its_backward_is_at_hand(device, monkeypatch):
     """Copies that waited to be stepped are in use until then."""
     monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
