@@ -54,7 +54,7 @@ static struct oo_feed *oo__queue_next(const struct oo_feeder *feeder) {
     int passed = 0;
     for (struct oo_feed *feed = feeder->first; feed; feed = feed->next) {
         const int may_begin = !passed && !feeder->measures && (!feed->begin || !feeder->n_begun);
-        if (feed->is_near && feeder->n_near >= OO_NEAR_THREADS && (feed->begun || may_begin))
+        if (feed->is_near && feeder->n_near >= OO_NEAR_THREADS)
             continue;
         if (feed->begun || may_begin)
             return feed;
@@ -428,14 +428,18 @@ void oo__feeder_close(struct oo_engine *engine) { oo__feeder_end(&engine->feeder
 
 /* ---- the engine's side: under its mutex ---- */
 
-/* Whether memory has all of it. */
+/* Whether memory keeps all of it that is in files. */
 static int oo__is_near(const struct oo_unit *unit) {
+    int near = 0;
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_kept *kept = unit->parts[i].kept;
-        if (oo__disk_of(&unit->parts[i]) && !(kept && kept->arrived == kept->bytes))
+        if (!oo__disk_of(&unit->parts[i]))
+            continue;
+        if (!kept || kept->arrived < kept->bytes)
             return 0;
+        near = 1;
     }
-    return 1;
+    return near;
 }
 
 enum oo_status oo__feed_begin(struct oo_engine *engine, uint32_t id, uintptr_t address,
@@ -460,7 +464,7 @@ enum oo_status oo__feed_begin(struct oo_engine *engine, uint32_t id, uintptr_t a
                                    .address = address,
                                    .ready = ready,
                                    .is_decoded = unit->decodes,
-                                   .is_near = engine->feeder.reads && oo__is_near(unit),
+                                   .is_near = oo__is_near(unit),
                                    .begin = begin,
                                    .end = end,
                                    .running = 1,

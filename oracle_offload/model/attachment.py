@@ -662,7 +662,7 @@ class Attachment:
             logger.warning(
                 "%s is detached, and what of its weights is in files is as these are now: %s",
                 self.name,
-                error,
+                str(error).encode(errors="backslashreplace").decode(),  # a path may be no text
             )
 
     def is_shared(self, tensor: Tensor) -> bool:
