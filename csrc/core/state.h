@@ -99,7 +99,7 @@ struct oo_feed {
     struct oo_event *begin, *end; /* NULL where it is not measured */
     int open;                     /* not known to have arrived */
     int is_decoded;               /* some of its parts are, by a kernel */
-    int is_near;                  /* memory has all of it, beside what comes from a disk */
+    int is_near;                  /* memory keeps all of it that is in files */
     /* Under the feeder's mutex while it runs: */
     struct oo_feed *next; /* in the queue */
     int running, queued;  /* until its last piece has been copied; until that has been taken */

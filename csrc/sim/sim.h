@@ -73,7 +73,7 @@ struct sim_device {
     /* What each direction has of `link_gbps` while both of this device copy, in (0, 1]. */
     double duplex_share;
     /* The disk that files are read from, 1e9 bytes/s, all reads together, and what each takes
-     * before its bytes come, beside others; 0: reads take no time. */
+     * before its bytes come, as for others at that time; 0: reads take no time. */
     double disk_gbps, disk_latency_s;
 };
 

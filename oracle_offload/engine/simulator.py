@@ -84,7 +84,7 @@ class Device:
         Rate of the disk that weights in files are read from, all reads together, 1e9 bytes/s; 0:
         reads take no time.
     disk_latency_s : float
-        What each read takes before its bytes come, beside other reads.
+        What each read takes before its bytes come, while other reads go on.
     """
 
     name: str

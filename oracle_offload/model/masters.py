@@ -201,7 +201,7 @@ class Piece:
 
     @property
     def is_known(self) -> bool:
-        """Whether the engine knows it, also where an exception came as it had just been told."""
+        """Whether the engine knows it, also where an exception came just after it was given to it."""
         return self.buffer.known
 
     def _fill(

@@ -10,7 +10,7 @@ static void near(double value, double expected, const char *what) {
     CHECK(fabs(value - expected) < 1e-9, "%s: %.12g s, expected %.12g s", what, value, expected);
 }
 
-/* Copies of n bytes take 10 us + n / 1e9 s, reads 1 ms beside others, and n / 2e9 s. */
+/* Copies of n bytes take 10 us + n / 1e9 s, reads 1 ms, several at a time, and n / 2e9 s. */
 static void begin(double disk_gbps) {
     struct sim_device device;
     OK(cu.simReset());
@@ -142,7 +142,7 @@ static void a_thread_waits_for_a_copy(void) {
     end();
 }
 
-/* Whoever moves the clock past a read lets its thread go on. */
+/* What moves the clock past a read lets its thread go on. */
 static void other_waits_pass_reads(void) {
     begin(2);
     struct job job = {.reads = 1};
