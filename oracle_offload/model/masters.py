@@ -201,7 +201,7 @@ class Piece:
 
     @property
     def is_known(self) -> bool:
-        """Whether the engine knows it, also where an exception came just after it was given to it."""
+        """Whether the engine knows it, also where an exception came just after that."""
         return self.buffer.known
 
     def _fill(
