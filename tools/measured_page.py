@@ -326,7 +326,7 @@ def preset_of(device: str) -> dict[str, float] | None:
     source = (ROOT / "csrc" / "sim" / "control.c").read_text(encoding="utf-8")
     number = r"([\d.e-]+)"
     for name, link, tflops, memory, launch in re.findall(
-        rf'\{{"(\w+)", \{{"[^"]+", {number}, [^,]+, [^,]+, {number}, {number}, {number}', source
+        rf'\{{"(\w+)",\s*\{{"[^"]+", {number}, [^,]+, [^,]+, {number}, {number}, {number}', source
     ):
         if name in device.lower().replace(" ", ""):
             return {
