@@ -48,9 +48,6 @@ MEMORY = 24 * GIB  # of each, or as much of it as may be used
 CONTEXT = 0.6e9  # of the driver and its libraries: assumed
 LOGITS = 1e9  # of a part of a language model's output, with what its loss takes: assumed
 LEAVING = 0.75e9  # gradients on their way home, one that is made, and sums that come: at most
-# Of weights, gradients and states that are stepped together, if not of one; and how many such
-# batches wait for their states, and go home, in backward: see `train.stepping`.
-BATCH, WAITING, LEAVING = 192 * 2**20, 5, 4
 HOST = 64 * GIB
 
 
@@ -122,6 +119,9 @@ def stepped_bytes(case: Case, trace: Trace) -> int:
 
     Batches wait for their states, are stepped, and go home, as `during_backward=True` has it.
     """
+    from oracle_offload.train import stepping
+
+    limit = stepping.BATCH_BYTES
     batch, now, most = [0, 0], 0, 0  # gradients and states
     waiting: list[list[int]] = []
     leaving: list[list[int]] = []
@@ -133,13 +133,13 @@ def stepped_bytes(case: Case, trace: Trace) -> int:
         if visit.kind == BACKWARD:
             weights = trace.unit_bytes[visit.unit]
             states = state_bytes(case, weights)
-            if batch[0] and size_of(batch) + 2 * weights + states > BATCH:
+            if batch[0] and size_of(batch) + 2 * weights + states > limit:
                 now += batch[1]
                 most = max(most, now)
-                while sum(map(size_of, waiting)) > WAITING * BATCH:
+                while sum(map(size_of, waiting)) > stepping.WAITING * limit:
                     now -= waiting[0][0]
                     leaving.append(waiting.pop(0))
-                    while len(leaving) > 1 and sum(map(sum, leaving)) > LEAVING * BATCH:
+                    while len(leaving) > 1 and sum(map(sum, leaving)) > stepping.LEAVING * limit:
                         now -= leaving.pop(0)[1]
                 waiting.append(batch)
                 batch = [0, 0]

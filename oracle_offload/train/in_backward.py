@@ -31,9 +31,6 @@ from ..layers.norms import rewrap
 from . import stepping
 from .stepping import Batch, Stepper, bytes_of, homes, refuse_sparse
 
-# Batches that wait for their states while further gradients come. Those of a block come in
-# a burst, and none while it is computed again.
-_WAITING = 5
 _AFTER = "Stream the optimizer without during_backward=True"
 _CLIPS = (
     clip_grad.clip_grad_norm_,
@@ -208,7 +205,7 @@ class InBackward(Stepper):
         waiting = [batch for batch in before if not batch.is_home]
         nbytes = sum(batch.nbytes for batch in waiting)
         for batch in waiting:
-            if nbytes <= self._at_most(_WAITING):
+            if nbytes <= self._at_most(stepping.WAITING):
                 break
             if batch.stepped is None:
                 self._bring(optimizer, batch)  # what was used again has gone

@@ -36,6 +36,9 @@ from .micro_batches.thread_state import Generators
 
 BATCH_BYTES = 192 << 20  # of Parameters that are stepped together, their gradients and states
 LEAVING = 4  # batches, whose copies home may be under way while further ones are stepped
+# Of those that are stepped in backward, which wait for their states while further gradients come. A
+# block's come in a burst, and none while it is computed again.
+WAITING = 5
 PART_OF_ARENA = 8  # such memory, of each kind, is an eighth of the arena at most
 _TRIAL_STEPS = 3
 _TRIAL_TENSORS = 3  # of each group

@@ -63,13 +63,6 @@ def test_a_step_in_backward_is_near_its_bound(number, card):
     assert row["host_bytes"] == pytest.approx(weights + states, rel=0.01), "no gradient is there"
 
 
-def test_the_bound_counts_the_batches_that_the_optimizer_has_on_the_device():
-    from oracle_offload.train import in_backward, stepping
-
-    counted = full_training.BATCH, full_training.WAITING, full_training.LEAVING
-    assert counted == (stepping.BATCH_BYTES, in_backward._WAITING, stepping.LEAVING)
-
-
 def test_a_step_is_near_the_bound_of_its_arena():
     run, on = full_training.run, full_training.ON
     rows = [run(FLUX, on["4090"], share, steps=2) for share in (1.0, 0.5)]
