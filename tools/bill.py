@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import DEAR, DEAR_S
+from tiers import DEAR, LONG_S
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "development.md"
@@ -177,13 +177,14 @@ def page(costs: Costs) -> str:
     )
 
 
-def dear(costs: Costs) -> list[str]:
-    """Return the tests, without parameters, whose cases take DEAR_S and more on average."""
+def dear(costs: Costs) -> dict[str, float]:
+    """Return the tests, without parameters, whose cases take LONG_S and more on average."""
     cases: dict[str, list[float]] = defaultdict(list)
     for test, one in costs.items():
         if "::" in test:
             cases[test.partition("[")[0]].append(one.total())
-    return sorted(test for test, each in cases.items() if sum(each) >= DEAR_S * len(each))
+    means = {test: sum(each) / len(each) for test, each in sorted(cases.items())}
+    return {test: mean for test, mean in means.items() if mean >= LONG_S}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -198,7 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = page(costs)
     print(text)
     if args.write:
-        DEAR.write_text("".join(f"{test}\n" for test in dear(costs)), encoding="utf-8")
+        rows = (f"{test} {seconds:.1f}\n" for test, seconds in dear(costs).items())
+        DEAR.write_text("".join(rows), encoding="utf-8")
         before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
         after = rest.split(END)[1]
         PAGE.write_text(f"{before}{BEGIN}\n{text}\n\n{END}{after}", encoding="utf-8")

@@ -5,6 +5,7 @@
     python tools/mutate_python.py --seed gate --near       # no map of all tests: minutes
     python tools/mutate_python.py --seed gate --remember
     python tools/mutate_python.py --all --resume         # every mutant; go on where it was stopped
+    python tools/mutate_python.py --tiers --count 300 --seed tiers   # which tier kills each
     python tools/mutate_python.py --only oracle_offload/manager.py:210
     python tools/mutate_python.py --only oracle_offload/host/sizes.py --tests
     tests/unit/test_sizes.py python tools/mutate_python.py --list
@@ -34,6 +35,11 @@ they let live runs tests/unit/binding_life.py under AddressSanitizer with leak c
 --tests asks, in seconds, what the tests of a module itself notice: no others run. With --resume
 only what lived the last time meets them again.
 
+--tiers asks what each tier of tests (tools/tiers.py) is worth: a mutant meets those of `make test`
+that reach it, then what .ci/run has beyond them, then the rest. The first tier that kills it
+counts. It fails where .ci/run has less than TIER_SHARES of what all kill, or `make test`. A test on
+"cpu" stands for its twin on another type of device; no test that is marked slow by hand is in it.
+
 Survivors that cannot change behaviour are listed with the proof in
 tests/mutation/equivalent_python.toml; they are no mutants. The gate fails, with exit code 3, where
 less than 95% are killed, and where a proof has lost its mutant.
@@ -44,6 +50,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import contextlib
+import copy
 import functools
 import gc
 import hashlib
@@ -63,10 +70,11 @@ import tempfile
 import time
 import tomllib
 import types
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +83,7 @@ import mutants_python
 import pytest
 import reached_places
 import sanitized_python
+import tiers
 from binding_builds import LIBRARY, BindingBuilds, plain_and_sanitized
 from c_build import ROOT, BuildError
 from mutants import Mutant
@@ -85,6 +94,8 @@ STATE = CACHE / "state.json"
 EQUIVALENT = ROOT / "tests/mutation/equivalent_python.toml"
 KILLERS = ROOT / "tests/mutation/killers_python.json"  # key of a mutant -> the test that killed it
 KILLED_AT_LEAST = 0.95
+# Of the mutants that are killed at all, the share that a tier kills at least.
+TIER_SHARES = dict(zip(tiers.TIERS, (0.85, 0.97, 1.0), strict=True))
 TEST_FOLDERS = (
     *("tests/unit", "tests/training", "tests/fault"),
     *("tests/planning", "tests/clients"),
@@ -515,6 +526,12 @@ class Map:
                 for place in places:
                     self.reached[place].add(test)
 
+    def of_tests(self, tests: Collection[str]) -> Map:
+        """Return the map of some tests alone."""
+        part = copy.copy(self)
+        part.seconds = {test: self.seconds[test] for test in tests if test in self.seconds}
+        return part
+
     def users(self, file: str) -> set[str]:
         """Return the tests that reach any place of a module."""
         first, places = places_of_package().get(file, (0, []))
@@ -577,6 +594,19 @@ def is_about(file: str, module: str) -> bool:
         (ROOT / file).read_text(encoding="utf-8")[:BEGIN_CHARS] if (ROOT / file).is_file() else ""
     )
     return re.search(rf"(\b|_){module}(\b|_)", f"{Path(file).stem} {begin}") is not None
+
+
+def tiers_of_tests() -> dict[str, list[str]]:
+    """Return the tests that each tier has beyond the one before it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tiers.json"
+        options = ["--collect-only", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *options, "-p", "tiers", f"--tiers={path}"]
+        subprocess.run([*command, *TEST_FOLDERS], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        found: dict[str, list[str]] = {tier: [] for tier in tiers.TIERS}
+        for test, tier in json.loads(path.read_text(encoding="utf-8")).items():
+            found[tier].append(test)
+    return found
 
 
 def digest(*parts: bytes | str) -> str:
@@ -688,8 +718,10 @@ class Gate:
         self.folder = folder
         self.proofs = equivalents()
         self.outcomes: dict[Mutant, str] = {}
+        self.tiers: dict[str, str] = {}  # with --tiers, of each test
         self.digests = {m.file: digest((ROOT / m.file).read_bytes()) for m in mutants}
-        self.state = json.loads(STATE.read_text()) if STATE.exists() else {}
+        self.file = STATE.with_stem("tiers") if args.tiers else STATE
+        self.state = json.loads(self.file.read_text()) if self.file.exists() else {}
         self.killers: dict[str, str] = json.loads(KILLERS.read_text(encoding="utf-8"))
         self.start = time.monotonic()
 
@@ -704,7 +736,7 @@ class Gate:
         """Keep an outcome, and return whether it counts; a survivor may meet more: not `last`."""
         self.outcomes[mutant] = outcome
         self.state[mutant.key] = {"file": self.digests[mutant.file], "outcome": outcome}
-        STATE.write_text(json.dumps(self.state, indent=0))
+        self.file.write_text(json.dumps(self.state, indent=0))
         if outcome.startswith("survived") and last:
             said = "proved equivalent" if mutant.key in self.proofs else outcome.upper()
             print(f"{said}: {mutant.name} ({seconds:.0f} s)\n    {mutant.key}", flush=True)
@@ -797,6 +829,32 @@ class Gate:
         self.try_reached(self.mutants, count, quick=True)
         self.try_all_cases()
 
+    def try_tiers(self, count: int) -> None:
+        """Let each mutant meet the tests of one tier after the other, until one kills it."""
+        reach = make_map(self.pool, files_of_tests(), True, self.args.verbose)
+        preload(reach.modules)
+        mutants = self.mutants
+        for tier, tests in tiers_of_tests().items():
+            part = reach.of_tests(tests)
+
+            def tests_of(mutant: Mutant, part: Map = part) -> dict[str, float]:
+                return part.tests_of(mutant, QUICK_S)
+
+            self.try_mutants(mutants, count, tests_of, last=tier == tiers.TIERS[-1])
+            mutants = self.survivors()
+            count = len(mutants)
+            self.tiers.update(dict.fromkeys(tests, tier))
+            print(f"{count} outlive {tier} ({self.took()})", flush=True)
+
+    def killed_by_tier(self) -> dict[str, int]:
+        """Return how many each tier kills, with those before it."""
+        first = Counter(
+            self.tiers.get(outcome.removeprefix("killed: ").split("\t")[0], tiers.TIERS[1])
+            for outcome in self.real().values()  # the binding's life is in .ci/run (asan-python)
+            if outcome.startswith("killed")
+        )
+        return dict(zip(tiers.TIERS, accumulate(first[tier] for tier in tiers.TIERS), strict=True))
+
     def try_own(self, count: int) -> None:
         """Try every mutant with the named tests alone."""
         unknown = sorted(set(self.args.tests) - set(files_of_tests()))
@@ -845,8 +903,11 @@ class Gate:
         return [*gone, *(key for key in self.proofs if key in killed)]
 
     def passes(self, keys: set[str]) -> bool:
-        """Whether enough are killed, and every proof has its survivor."""
-        return self.share() >= KILLED_AT_LEAST and not self.idle_proofs(keys)
+        """Whether enough are killed, of each tier too, and every proof has its survivor."""
+        killed = self.killed_by_tier()
+        least = {tier: share * killed[tiers.TIERS[-1]] for tier, share in TIER_SHARES.items()}
+        by_tiers = not self.tiers or all(killed[tier] >= least[tier] for tier in least)
+        return self.share() >= KILLED_AT_LEAST and by_tiers and not self.idle_proofs(keys)
 
     def report(self, seed: str) -> dict[str, Any]:
         """Return the figures of a run."""
@@ -858,6 +919,7 @@ class Gate:
             "no_mutants": len(self.outcomes) - len(real),
             "candidates": len(self.mutants),
             "seed": seed,
+            **({"tiers": self.killed_by_tier()} if self.tiers else {}),
         }
 
 
@@ -875,6 +937,7 @@ def main() -> int:
     parser.add_argument("--remember", action="store_true", help="write which tests kill the sample")
     parser.add_argument("--near", action="store_true", help="make no map of all tests")
     parser.add_argument("--quick", action="store_true", help="some cases of each test are enough")
+    parser.add_argument("--tiers", action="store_true", help="which tier of tests kills each")
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -910,6 +973,8 @@ def main() -> int:
         gate = Gate(args, mutants, Path(name))
         if args.tests:
             gate.try_own(count)
+        elif args.tiers:
+            gate.try_tiers(count)
         else:
             gate.try_whole(count) if whole else gate.try_sample(count)
     if args.remember:
@@ -923,6 +988,8 @@ def main() -> int:
         f"{report['tried'] - report['killed']} survive; "
         f"{report['no_mutants']} candidates are no mutants"
     )
+    if gate.tiers:
+        print("killed: " + ", ".join(f"{n} by {tier}" for tier, n in report["tiers"].items()))
     if args.output:
         args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0 if gate.passes(keys) else 3

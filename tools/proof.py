@@ -89,6 +89,15 @@ PARTS = (
         ("tools/mutate_python.py", "--count", "150", "--output", "{output}"),
         7200,
     ),
+    # Goes on where it was stopped, while the package and its tests stay as they are.
+    Part(
+        "tiers of tests",
+        (
+            *("tools/mutate_python.py", "--tiers", "--count", "300", "--seed", "tiers", "--resume"),
+            *("--output", "{output}"),
+        ),
+        14400,
+    ),
     Part(
         "codec", (*PYTEST, "tests/kernels", "tests/training/test_compress.py", "-m", "slow"), 3600
     ),

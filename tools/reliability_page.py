@@ -65,6 +65,13 @@ def _without(figures: Figures) -> str:
     return f"{tried - killed:,} of {tried:,} mutants of waits and records survive"
 
 
+def _tiers(figures: Figures) -> str:
+    *tiers, all_of_them = figures["tiers"].items()
+    whole = all_of_them[1]
+    shares = ", ".join(f"`{tier}` {percent(killed, whole)}" for tier, killed in tiers)
+    return f"{_mutants(figures)}; of these {shares}"
+
+
 def _codec(figures: Figures) -> str:
     mutants = figures["mutants"]
     tried, killed = (sum(row[what] for row in mutants) for what in ("tried", "killed"))
@@ -120,6 +127,7 @@ SHOWN: dict[str, Callable[[Figures], str]] = {
     "mutants": _mutants,
     "without the detector": _without,
     "python mutants": _mutants,
+    "tiers of tests": _tiers,
     "codec": _codec,
     "slow tests": _tests,
     "slow tests, simgpu": _tests,
@@ -197,6 +205,14 @@ def _gate(parts: Mapping[str, Figures]) -> str:
     return table(("of", "killed", "survive", "candidates that are no mutants", "seconds"), rows)
 
 
+def _tier_rows(parts: Mapping[str, Figures]) -> str:
+    part = parts.get("tiers of tests")
+    killed = part["figures"]["tiers"] if part else {}
+    whole = max(killed.values(), default=0)
+    rows = [(f"`{tier}`", f"{n:,}", percent(n, whole)) for tier, n in killed.items()]
+    return table(("tier", "mutants killed", "of those that are killed"), rows)
+
+
 def _detector(parts: Mapping[str, Figures]) -> str:
     part = parts.get("without the detector")
     if not part:
@@ -222,6 +238,7 @@ BLOCKS: dict[str, Callable[[Mapping[str, Figures]], str]] = {
     "faults": _faults,
     "gate": _gate,
     "detector": _detector,
+    "tiers": _tier_rows,
     "coverage": _branches,
     "training": _training,
 }

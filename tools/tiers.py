@@ -1,18 +1,20 @@
 """Which tests run when: three tiers by two markers, which conftest.py puts on with this.
 
+As a plugin (`pytest -p tiers --tiers FILE`) it writes down the tier of each test.
+
     make test     what has neither marker
     .ci/run       and what is marked ci
     make proof    and what is marked slow
 
-A test that is no part of .ci/run is marked slow by hand, or by `in_turn`. What `make test` leaves
-out goes by what a case was measured to take (tests/dear.txt, which `make test-bill` writes). Where
-parameters are multiplied, of a product of three and more every pair of values is in some case of
-.ci/run, and the whole product runs in `make proof`; of what is left `make test` runs the first, the
-middle and the last case. Of a dear test .ci/run has the first and the last case. What takes a
-device runs in .ci/run on the one that is not "cpu" (`make device-type`): the marker elsewhere; and
-on "cpu" in its first case, or where the other skips it. The other cases of `make test` on "cpu" are
-marked again. Elsewhere is also on the cases of the C programs that .ci/run has under the sanitizers
-alone.
+A test that is no part of .ci/run is marked slow by hand, or by `in_turn`. What else is left out
+goes by what a case was measured to take (tests/dear.txt, which `make test-bill` writes): `make
+test` has no test whose cases take LONG_S, and of one whose cases take DEAR_S .ci/run has the first.
+Where parameters are multiplied, of a product of three and more every pair of values is in some case
+of .ci/run, and the whole product runs in `make proof`; of what is left `make test` runs the first,
+the middle and the last case. What takes a device runs in .ci/run on the one that is not "cpu"
+(`make device-type`): the marker elsewhere; and on "cpu" in its first case, or where the other skips
+it. The other cases of `make test` on "cpu" are marked again. Elsewhere is also on the cases of the
+C programs that .ci/run has under the sanitizers alone.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,10 +33,11 @@ import pytest
 FOLDERS = ("tests/training/", "tests/clients/", "tests/planning/")  # where a case is a training
 PRODUCT = 8  # cases: a smaller product is left whole
 FEW = 3  # cases of a test in `make test`
-DEAR_FEW = 2  # of a dear one in .ci/run
 DEAR = Path(__file__).resolve().parent.parent / "tests" / "dear.txt"
 SKIPPED = Path(__file__).resolve().parent.parent / "tests" / "training" / "simgpu_skips.txt"
-DEAR_S = 2.0  # seconds of processors that a case of a dear test takes
+# Seconds of processors that a case of a test takes which `make test` leaves out, and of one which
+# .ci/run has once.
+LONG_S, DEAR_S = 1.0, 2.0
 
 
 def covering(cases: Sequence[Mapping[str, int]]) -> list[int]:
@@ -104,9 +108,10 @@ def parameters(cases: Sequence[Mapping[str, int]]) -> int:
 
 
 @functools.cache
-def dear() -> frozenset[str]:
-    """Return the tests whose cases were measured to be dear, without parameters."""
-    return frozenset(DEAR.read_text(encoding="utf-8").split("\n")) - {""}
+def dear() -> dict[str, float]:
+    """Return the tests, without parameters, whose cases were measured to take LONG_S: seconds."""
+    rows = map(str.split, DEAR.read_text(encoding="utf-8").splitlines())
+    return {test: float(seconds) for test, seconds in rows}
 
 
 @functools.cache
@@ -152,9 +157,32 @@ def mark(items: Sequence[pytest.Item]) -> None:
         for item in same[1:]:
             if item.get_closest_marker("elsewhere") and has_twin(item):
                 item.add_marker(pytest.mark.again)
-        if name in dear():
-            leave(same, spread(len(same), DEAR_FEW))
+        if dear().get(name, 0.0) >= DEAR_S:
+            leave(same, {0})
             continue
         for nth in set(range(len(same))).difference(spread(len(same))):
             if has_twin(same[nth]):
                 same[nth].add_marker(pytest.mark.ci)
+
+
+# ---- the plugin ----
+
+TIERS = ("make test", ".ci/run", "make proof")  # each has what the one before it has
+
+
+def tier_of(item: pytest.Item) -> str:
+    """Return the first tier that has a test, be it on another type of device."""
+    if item.get_closest_marker("slow"):
+        return TIERS[2]
+    return TIERS[1] if item.get_closest_marker("ci") else TIERS[0]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add where the tiers go."""
+    parser.addoption("--tiers", type=Path, help="write the tier of each test, as JSON")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Write them."""
+    tiers = {item.nodeid: tier_of(item) for item in session.items}
+    session.config.getoption("--tiers").write_text(json.dumps(tiers), encoding="utf-8")

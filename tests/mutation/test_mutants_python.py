@@ -170,7 +170,7 @@ def gate_after(
     monkeypatch.setattr(mutate_python, "STATE", tmp_path / "state.json")
     monkeypatch.setattr(mutate_python, "equivalents", lambda: proofs)
     args = argparse.Namespace(
-        jobs=1, resume=True, verbose=False, near=True, remember=False, seed="7"
+        jobs=1, resume=True, verbose=False, near=True, remember=False, tiers=False, seed="7"
     )
     gate = mutate_python.Gate(args, mutants, tmp_path)
     counted = [gate.note(m, outcome, 1.0) for m, outcome in zip(mutants, outcomes, strict=True)]
@@ -204,6 +204,52 @@ def test_the_gate_passes_from_95_percent_on(
     report = gate.report("7")
     assert (report["killed"], report["tried"]) == (killed, len(gate.real()))
     assert report["no_mutants"] == len(outcomes) - len(gate.real())
+
+
+@pytest.mark.parametrize(
+    ("by_tests", "more_by_ci", "passes"), [(85, 12, True), (84, 13, False), (90, 6, False)]
+)
+def test_each_tier_kills_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    by_tests: int,
+    more_by_ci: int,
+    passes: bool,
+) -> None:
+    rest = 100 - by_tests - more_by_ci
+    life = more_by_ci // 2  # of the binding's mutants, by what runs in .ci/run alone
+    killers = ["quick"] * by_tests + ["dear"] * (more_by_ci - life) + ["slow"] * rest
+    outcomes = [f"killed: {test}\tsaid" for test in killers] + ["killed: life.py: leak"] * life
+    gate, keys = gate_after(monkeypatch, tmp_path, [*outcomes, "survived"])
+    gate.tiers = dict(zip(("quick", "dear", "slow"), mutate_python.tiers.TIERS, strict=True))
+    killed = gate.report("7")["tiers"]
+    assert list(killed.values()) == [by_tests, by_tests + more_by_ci, 100]
+    assert gate.passes(keys) == passes
+
+
+def test_a_mutant_meets_one_tier_after_the_other_until_one_kills_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gate, _ = gate_after(monkeypatch, tmp_path, ["survived"] * 3)
+    names = ["a::quick", "a::dear", "a::slow"]
+    reach = mutate_python.Map([])
+    reach.seconds = dict.fromkeys(names, 1.0)
+    tests = dict(zip(mutate_python.tiers.TIERS, ([name, "gone"] for name in names), strict=True))
+    monkeypatch.setattr(mutate_python, "make_map", lambda *_: reach)
+    monkeypatch.setattr(mutate_python, "preload", lambda _: None)
+    monkeypatch.setattr(mutate_python, "tiers_of_tests", lambda: tests)
+    monkeypatch.setattr(mutate_python.Map, "tests_of", lambda part, mutant, _: part.seconds)
+    met: list[tuple[int, list[str], bool]] = []
+
+    def try_mutants(mutants: Any, count: int, tests_of: Any, last: bool) -> None:
+        assert count == len(mutants)
+        met.append((count, list(tests_of(mutants[0])), last))
+        gate.note(mutants[0], f"killed: {names[len(met) - 1]}\tsaid", 1.0)
+
+    monkeypatch.setattr(gate, "try_mutants", try_mutants)
+    gate.try_tiers(3)
+    assert met == [(3, names[:1], False), (2, names[1:2], False), (1, names[2:], True)]
+    assert list(gate.killed_by_tier().values()) == [1, 2, 3]
 
 
 def test_a_sample_is_another_where_package_or_tests_change_and_the_same_whatever_is_proved(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -156,14 +157,39 @@ def test_every_dear_test_is_there_and_begins_the_middle_tier() -> None:
     assert found.marks == {"ci"}
 
 
-def test_of_a_dear_test_each_device_has_the_first_and_the_last_case() -> None:
-    name = next(name for name in sorted(tiers.dear()) if name.startswith("tests/training"))
+def test_of_a_dear_test_each_device_has_the_first_case_and_of_a_long_one_three() -> None:
     cases = [{"device": device, "n": n} for device in ("cpu", "simgpu") for n in range(5)]
-    found = items(name, cases)
-    tiers.mark(found)
-    chosen = [nth for nth, item in enumerate(found) if "slow" not in item.marks]
-    assert chosen == [0, 4, 5, 9]
-    assert marks(found, "ci") == 10
+    training = {name: s for name, s in tiers.dear().items() if name.startswith("tests/training")}
+    for name, left in (
+        (max(training, key=training.__getitem__), [0, 5]),
+        (min(training, key=training.__getitem__), list(range(10))),
+    ):
+        found = items(name, cases)
+        tiers.mark(found)
+        assert [nth for nth, item in enumerate(found) if "slow" not in item.marks] == left
+        assert marks(found, "ci") == 10
+
+
+def test_each_test_is_written_down_with_its_first_tier(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "def test_plain(): pass\n"
+        "@pytest.mark.ci\ndef test_more(): pass\n"
+        "@pytest.mark.ci\n@pytest.mark.slow\ndef test_all(): pass\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    ci: a\n    slow: b\n")
+    path = tmp_path / "tiers.json"
+    done = subprocess.run(
+        [*(sys.executable, "-m", "pytest", "-q", "-p", "tiers", f"--tiers={path}")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tools")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert list(found.values()) == list(tiers.TIERS)
 
 
 def test_a_bill_has_each_phase_of_each_test(tmp_path: Path) -> None:
@@ -202,10 +228,11 @@ def test_a_bill_has_each_phase_of_each_test(tmp_path: Path) -> None:
         )
         assert int(row) == 1
         costs["a::cheap[1]"].update(call=0.1)
-        costs["a::dear[1]"].update(call=2 * tiers.DEAR_S)
-        costs["a::dear[2]"].update(call=0.1)
+        costs["a::dear[1]"].update(call=2 * tiers.LONG_S)
+        costs["a::dear[2]"].update(call=1.0)
         # Not those that ran: on a busy machine one of them may be dear.
-        assert [name for name in bill.dear(costs) if name.startswith("a::")] == ["a::dear"]
+        dear = {name: mean for name, mean in bill.dear(costs).items() if name.startswith("a::")}
+        assert dear == {"a::dear": tiers.LONG_S + 0.5}
 
 
 def test_a_process_beside_others_computes_by_one_thread(tmp_path: Path) -> None:
