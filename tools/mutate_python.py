@@ -38,7 +38,7 @@ only what lived the last time meets them again.
 --tiers asks what each tier of tests (tools/tiers.py) is worth: a mutant meets those of `make test`
 that reach it, then what .ci/run has beyond them, then the rest. The first tier that kills it
 counts. It fails where .ci/run has less than TIER_SHARES of what all kill, or `make test`. A test on
-"cpu" stands for its twin on another type of device; no test that is marked slow by hand is in it.
+"cpu" counts for its twin on another type of device; no test that is marked slow by hand is in it.
 
 Survivors that cannot change behaviour are listed with the proof in
 tests/mutation/equivalent_python.toml; they are no mutants. The gate fails, with exit code 3, where
