@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 from optimum import quanto
-from quantised import bitsandbytes_like, quantised_layers
+from quantised import bitsandbytes_like, on_device, quantised_layers
 from sides import compare
 from torch import nn
 from torchao import quantization as ao
@@ -33,7 +33,8 @@ def bitsandbytes_linear(kind, **options):
     def convert(model):
         for name, module in list(model.named_modules()):
             if is_quantised(module, name):
-                model.set_submodule(name, bitsandbytes_like(module, kind, **options))
+                with torch.device("cpu"):  # from where alone it quantises
+                    model.set_submodule(name, bitsandbytes_like(module, kind, **options))
         model.to("cpu")
 
     return convert
@@ -53,6 +54,8 @@ def test_lora_on_a_quantised_model(library, when):
     def client(side):
         model = models.llama()
         LIBRARIES[library](model)
+        if not side.managed:
+            on_device(model)
         if when == "after":
             side.attach(model)
         config = peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False)
