@@ -68,7 +68,13 @@ def run(folder, size, scenarios, timeout_s):
         capture_output=True,
         text=True,
         timeout=timeout_s,
-        env={**os.environ, "ORACLE_OFFLOAD_CACHE_DIR": str(folder / "cache")},
+        # They compute on "cpu". Where there is a card, backward starts a thread for it, and no
+        # process that has threads can fork ranks.
+        env={
+            **os.environ,
+            "ORACLE_OFFLOAD_CACHE_DIR": str(folder / "cache"),
+            "CUDA_VISIBLE_DEVICES": "",
+        },
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     return [json.loads(line) for line in ended.stdout.splitlines()]

@@ -494,10 +494,13 @@ OOCUresult cuMemFreeAsync(OOCUdeviceptr ptr, OOCUstream handle) {
 /* ---- start ---- */
 
 /* Kernels of two streams overlap, as small ones do on a card; others' calls find as many cards as
- * they ask for before CUDA starts. */
+ * they ask for before CUDA starts. CUDA_VISIBLE_DEVICES hides all of them or none: "" and "-1" are
+ * what programs write that want no card. */
 __attribute__((constructor)) static void begin(void) {
-    const char *cards = getenv("CUDA_SIM_DEVICES");
+    const char *cards = getenv("CUDA_SIM_DEVICES"), *visible = getenv("CUDA_VISIBLE_DEVICES");
     simSwitch(SIM_CONCURRENT_KERNELS, 1);
-    if (cards)
+    if (visible && (!*visible || !strcmp(visible, "-1")))
+        simSetDeviceCount(0);
+    else if (cards)
         simSetDeviceCount(atoi(cards));
 }

@@ -36,6 +36,21 @@ def test_two_cards_take_part_in_one_graph():
     assert said.split() == ["2", "cuda:1", "True", "cuda:0", "cuda:1", "0"]
 
 
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_cards_can_be_hidden_from_a_program_that_wants_none(hidden):
+    said = in_a_process(
+        """
+        import os
+        torch.ones(1, requires_grad=True).sum().backward()
+        threads = os.listdir("/proc/self/task")
+        print(torch.cuda.is_available(), torch.cuda.device_count(), len(threads))
+        """,
+        CUDA_VISIBLE_DEVICES=hidden,
+        OMP_NUM_THREADS="1",
+    )
+    assert said.split() == ["False", "0", "1"]  # no thread of a card's backward, either
+
+
 def test_tensors_of_two_cards_do_not_mix():
     said = in_a_process(
         """
