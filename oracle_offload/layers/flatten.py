@@ -90,6 +90,18 @@ def plain_tensors(
     return found, same
 
 
+def tensors_beside(module: nn.Module, holders: frozenset[str]) -> Iterator[tuple[Any, str, Tensor]]:
+    """Yield ``(owner, name, tensor)`` of what hangs on a Parameter or is in an object of `holders`.
+
+    No ``module.to`` moves it, unless the library's own does.
+    """
+    for path, tensor in list(_walk(module, "", holders, set())):
+        above, _, name = path.rpartition(".")
+        owner = value_at(module, above)
+        if above and not is_wrapper(owner):
+            yield owner, name, tensor
+
+
 def value_at(module: nn.Module, path: str) -> Any:
     """Return what is at a dotted path now: a tensor, an object that holds some, a module.
 

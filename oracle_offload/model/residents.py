@@ -5,12 +5,16 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..engine.devices import repoint
 from ..engine.geometry import copied_to, memory_of, stored_bytes, tensor_bytes
+from ..layers.flatten import tensors_beside
+from ..layers.formats import format_of
+from ..layers.managed import is_managed
 from ..layers.swap import apply_to_residents, list_weights, managed_keys, resident_tensors
 from . import masters
 
@@ -72,6 +76,7 @@ def move_residents(
     Shared tensors stay shared: a Parameter keeps its identity, a buffer that several modules hold
     is moved once. What a layer that was let go left among the masters in `pieces` leaves them. The
     heap keeps what small tensors leave: after each piece of it, it is given back to the system.
+    What a quantised layer keeps beside its tensors goes with them, and shares what it shared.
     """
     modules = list(modules)
     left: list[int] = []  # bytes, since then
@@ -98,19 +103,42 @@ def move_residents(
 
     with torch.inference_mode(False):
         for inner in modules:
-            own = resident_tensors(inner)
-            if any(tensor is not None and not stays(tensor) for tensor in own):
+            own, beside = resident_tensors(inner), _beside(inner)
+            all_of_it = (*own, *(tensor for *_, tensor in beside))
+            if any(tensor is not None and not stays(tensor) for tensor in all_of_it):
+                same = _same_memory(inner, beside)
                 try:
                     apply_to_residents(inner, move)
                 except RuntimeError as error:
                     if "swap" not in str(error):
                         raise
                     _move_each(inner, move, replaced)
+                for owner, name, tensor in _beside(inner):  # a library's `to` may have moved it
+                    key = same.get(id(tensor), "")
+                    with_it = inner._parameters.get(key)
+                    setattr(owner, name, move(tensor) if with_it is None else with_it.data)
             if sum(left) >= masters.PIECE_BYTES:
                 left.clear()
                 masters.trim_heap()
     if left:
         masters.trim_heap()
+
+
+def _beside(module: nn.Module) -> list[tuple[Any, str, Tensor]]:
+    """Return what a quantised layer that is not managed keeps beside its tensors, and where."""
+    known = None if is_managed(module) else format_of(module)
+    return list(tensors_beside(module, known.holders)) if known and known.holders else []
+
+
+def _same_memory(module: nn.Module, beside: Iterable[tuple[Any, str, Tensor]]) -> dict[int, str]:
+    """Return which Parameter has the memory of what is beside it, by the `id` of the latter."""
+    found = {}
+    for *_, tensor in beside:
+        where = memory_of(tensor)
+        for key, parameter in module._parameters.items():
+            if parameter is not None and where[1] and memory_of(parameter) == where:
+                found[id(tensor)] = key
+    return found
 
 
 def _move_each(

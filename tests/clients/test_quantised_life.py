@@ -96,7 +96,39 @@ def test_a_model_is_whole_again_after_detach(name):
         assert managed.state_dict().keys() == resident.state_dict().keys()
         assert type(managed[0].up.base.weight) is type(resident[0].up.base.weight)
     assert type(managed[0].up.base) is type(resident[0].up.base)
-    assert_same(step(managed.to(sides.DEVICE)), step(resident))
+    assert_same(step(on_device(managed)), step(resident))
+
+
+def kept_of(model):
+    """Return where the tensors are that a model's quantised layers are made of, and their bytes."""
+    found = []
+    for module in model.modules():
+        if (kind := format_of(module)) is not None:
+            found += plain_tensors(module, kind.holders)[0].values()
+    return {tensor.device.type for tensor in found}, sum(tensor.nbytes for tensor in found)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_came_from_a_device_is_whole_there_after_detach(name):
+    managed, resident = (on_device(model) for model in pair(name))
+    expected, _ = step(resident), step(managed)  # the first call casts a bias
+    whole = kept_of(managed)
+    assert whole[0] == {torch.device(sides.DEVICE).type} and whole[1]
+    with attached(managed) as manager:
+        assert len(quantised_layers(manager)) == 6
+        assert_same(step(managed), expected)
+        assert kept_of(managed) == ({"cpu"}, whole[1])
+    assert kept_of(managed) == whole
+    assert_same(step(managed), expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_layer_for_which_the_host_has_no_room_computes_on_the_device(name):
+    managed, resident = pair(name)
+    options = {"offload_percent": 0.5, "ram_budget": "offloaded"}
+    with attached(managed, **options) as manager:
+        assert 0 < len(quantised_layers(manager)) < 6
+        assert_models_agree(managed, on_device(resident), step)
 
 
 @pytest.mark.parametrize("name", FORMATS)
