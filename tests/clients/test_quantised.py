@@ -70,6 +70,13 @@ INPUTS = {
 }
 
 
+def refuses(name, geometry):
+    """Whether the library itself refuses such an input, on the device of the tests."""
+    if sides.DEVICE == "cuda" and name.startswith("bitsandbytes-int8"):
+        return geometry in ("vector", "four")  # its product wants two dimensions, or three
+    return (name, geometry) == ("quanto-qint8", "columns")
+
+
 def gradient_of(layer, x, dtype):
     """Return the result and the input's gradient; None where the library refuses such an input."""
     given = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=sides.DEVICE)
@@ -96,7 +103,7 @@ def test_the_gradient_of_an_input_of_any_geometry(name, geometry, dtype):
         expected = gradient_of(resident[0].up.base, x, DTYPES[dtype])
         assert manager.attachment.traffic.runs_again == 0
     if expected[0] is None:
-        assert (name, geometry) == ("quanto-qint8", "columns"), expected[1]
+        assert refuses(name, geometry), expected[1]
         assert found[0] is None, f"the resident layer refuses this: {expected[1]}"
     else:
         assert_same(found, expected)

@@ -164,9 +164,12 @@ def _try(resident: nn.Module, step: Callable[[nn.Module], Sequence[Tensor]]) -> 
     parameters = list(resident.parameters())
     if any(type(p) is not nn.Parameter for p in parameters):
         # Of a library: quanto's cannot be copied, and a copy of bitsandbytes' is on the host.
+        before = [parameter.data for parameter in parameters]
         step(resident)
-        for parameter in parameters:
+        for parameter, was in zip(parameters, before, strict=True):
             parameter.grad = None
+            if type(parameter) is nn.Parameter:  # bitsandbytes casts a bias to the input's dtype
+                parameter.data = was
         return
     # What a hook computes again before each forward is not copied. Nothing is compiled for a copy.
     attributes = [value for module in resident.modules() for value in vars(module).values()]
