@@ -28,7 +28,7 @@ sim = _core.sim  # a fresh simulated device for every test, and nothing left on 
 
 WITHOUT_DEVICE = (
     *("test_commands_of_pages", "test_managed_share", "test_private_names"),  # compute nothing
-    "test_compile_parts",  # what a compiler is given, before there is a device
+    "test_compile_calls",  # what a compiler is given, before there is a device
     # Programs of their own, whose ranks talk by gloo: it refuses to reduce tensors of the type
     # ("unsupported device type simgpu"), and has no backend for it where none is named.
     *("test_ddp", "test_several"),

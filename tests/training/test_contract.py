@@ -561,6 +561,12 @@ def test_deepcopy_pickle_and_save_give_ordinary_modules():
         assert_same(forward(model), expected)
 
 
+def test_a_copy_of_a_layer_is_none():
+    with attached(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))) as manager:
+        layers = [*manager.layers]
+        assert copy.deepcopy(layers) == pickle.loads(pickle.dumps(layers)) == [None, None]
+
+
 def test_a_saved_model_loads_without_this_package(forks, tmp_path):
     model = mlp(8, 8)
     with attached(model, "cpu"):

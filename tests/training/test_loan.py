@@ -6,9 +6,9 @@ what happens between forward and backward.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,11 +16,20 @@ from typing import Any
 import pytest
 import test_matrix
 import torch
-from equality import assert_models_agree, assert_same, attached, resident_pair
+from equality import (
+    Recorder,
+    assert_models_agree,
+    assert_same,
+    attached,
+    is_simulated,
+    resident_pair,
+)
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from oracle_offload import OffloadError, StaleWeightsError
+from oracle_offload.layers import leaf as leaf_module
 
 KINDS = {
     "linear": (lambda: nn.Linear(48, 48), (5, 48)),
@@ -211,29 +220,6 @@ def test_masters_that_were_replaced_can_go():
         model(leaf().detach())
 
 
-def test_a_layer_whose_masters_are_being_moved_waits_for_them():
-    model = three("linear")[:1]
-    x = leaf().detach()
-    expected = model(x)
-    with attached(model) as manager:
-        layer, begun = manager.layers[0], threading.Event()
-
-        def move() -> None:
-            with layer.state.lock:
-                layer.moving = True
-                begun.set()
-                time.sleep(0.2)
-                layer.moving = False
-
-        thread = threading.Thread(target=move)
-        thread.start()
-        assert begun.wait(10)
-        found = model(x)
-        assert not layer.moving
-        thread.join()
-    assert_same(found, expected)
-
-
 def test_a_forward_begins_before_its_first_use(monkeypatch):
     model = three("linear")[:1]
     with attached(model) as manager:
@@ -265,6 +251,85 @@ def test_an_element_written_after_a_release_fetched_its_copy_is_seen(sim):
                 model[(number + 1) % DEPTH].weight[7, 11] += 1.0
         after = manager.state.engine.stats()
     assert after["stale"] > before["stale"] and after["prefetches"] > before["prefetches"]
+
+
+X = torch.linspace(-1, 1, 24).view(3, 8)
+WEIGHT, BIAS = 8 * 8 * 4, 8 * 4
+
+
+def pair(layers=1, bias=True):
+    torch.manual_seed(0)
+    return resident_pair(nn.Sequential(*(nn.Linear(8, 8, bias=bias) for _ in range(layers))))
+
+
+# ---- what a loan costs ----
+
+
+def test_tensors_are_viewed_once_where_they_lie_at_the_same_place(monkeypatch):
+    """A steady step creates nothing."""
+    model, resident = pair(3)
+    viewed = []
+    view_at = leaf_module.Leaf.view_at
+
+    def views(leaf, address):
+        viewed.append((leaf.name, address))
+        return view_at(leaf, address)
+
+    monkeypatch.setattr(leaf_module.Leaf, "view_at", views)
+    with attached(model, offload_percent=0.0):
+        for _ in range(3):
+            assert_same(model(X), resident(X))
+        assert len(viewed) == len(set(viewed)) == 3
+
+
+def test_views_of_few_addresses_are_kept_and_a_slot_has_to_be_aligned(monkeypatch):
+    monkeypatch.setattr(leaf_module, "_MAX_VIEWS", 3)
+    model, _ = pair()
+    with attached(model) as manager:
+        model(X)
+        (layer,) = manager.layers
+        ((address, views),) = layer.views.items()
+        assert [view.shape for view in views] == [(8, 8), (8,)]
+        assert layer.view_at(address) is views
+        sizes = []
+        for step in range(1, 5):
+            layer.view_at(address + 4 * step)
+            sizes.append(len(layer.views))
+        assert sizes == [2, 3, 1, 2]
+        with pytest.raises(OffloadError, match=r"of layer '0' is not aligned for torch\.float32"):
+            layer.view_at(address + 2)
+
+
+@pytest.mark.parametrize("percent", [0.0, 0.5, 1.0])
+def test_what_was_copied_is_known_by_its_version(percent):
+    """Where it is still in the arena, it is not copied again: also what was fetched ahead."""
+    model, resident = pair(6)
+    with attached(model, offload_percent=percent) as manager, torch.no_grad():
+        engine = manager.state.engine
+        copies = []
+        for _ in range(4):
+            before = engine.stats()["h2d_bytes"]
+            assert_same(model(X), resident(X))
+            copies.append(engine.stats()["h2d_bytes"] - before)
+        assert max(copies) <= 6 * (WEIGHT + BIAS) + 6 * 512
+        if percent == 0.0:
+            assert copies[1:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("trained", [("weight",), ("bias",), ("weight", "bias")], ids=str)
+def test_a_gradient_under_autocast_comes_to_the_host_once(trained):
+    """The stand-in of a weight brings it, as it does for all uses of one region."""
+    model, _ = pair()
+    for name, parameter in model[0].named_parameters():
+        parameter.requires_grad_(name in trained)
+    nbytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    with attached(model) as manager:
+        for _ in range(2):
+            before = manager.state.engine.stats()["d2h_bytes"]
+            with torch.autocast("cpu", torch.bfloat16):
+                y = model(X).sum()
+            y.backward()
+            assert manager.state.engine.stats()["d2h_bytes"] - before == nbytes
 
 
 # ---- what is refused ----
@@ -354,3 +419,136 @@ def test_a_subclass_of_tensors_is_what_it_was():
 
     with attached(three("linear")) as manager, torch.no_grad():
         assert type(manager.module[0](torch.ones(5, 48).as_subclass(Marked))) is Marked
+
+
+def test_an_input_without_a_tangent_is_computed_with_at_any_level_of_forward_mode():
+    model, resident = pair()
+    with attached(model), forward_ad.dual_level():
+        assert_same(model(X), resident(X))
+
+
+@pytest.mark.parametrize(
+    "loss", [torch.sum, lambda y: y.square().sum()], ids=["linear", "quadratic"]
+)
+def test_a_gradient_of_a_gradient_is_refused_and_never_left_out(loss):
+    """Also where the gradient of the result is a constant, which asks for none itself."""
+    model, _ = pair(2)
+    x = X.clone().requires_grad_()
+    with attached(model):
+        (grad,) = torch.autograd.grad(loss(model(x)), x, create_graph=True)
+        assert grad.requires_grad
+        penalty = grad.square().sum() + x.square().sum()
+        with pytest.raises(OffloadError, match="double backward through a managed layer"):
+            penalty.backward()
+        (plain,) = torch.autograd.grad(loss(model(x)), x)
+        assert not plain.requires_grad
+        assert_same(grad.detach(), plain)
+
+
+def test_a_backward_whose_weights_are_being_moved_is_refused_and_keeps_nothing():
+    model, resident = pair(2)
+    with attached(model) as manager:
+        layer = manager.layers[0]
+        y = model[0](X.clone().requires_grad_())
+        y.register_hook(lambda grad: setattr(layer, "moving", True))
+        said = "of managed layer '0' was replaced by another thread while its backward began"
+        with pytest.raises(StaleWeightsError, match=said):
+            y.sum().backward()
+        layer.moving = False
+        manager.refresh()  # nothing is in use
+        model.zero_grad()
+        for each in (model, resident):
+            each(X).sum().backward()
+        for one, other in zip(model.parameters(), resident.parameters(), strict=True):
+            assert_same(one.grad, other.grad)
+
+
+def test_a_forward_whose_weights_are_being_moved_computes_with_the_new_ones():
+    model, resident = pair()
+    with attached(model) as manager:
+        layer, state = manager.layers[0], manager.state
+        begun, noticed = threading.Event(), threading.Event()
+
+        class Notices(Recorder):
+            @contextlib.contextmanager
+            def use(self, *arguments):
+                with super().use(*arguments) as address:
+                    yield address
+                    if layer.moving:
+                        noticed.set()
+
+        def move():
+            with state.lock:
+                layer.moving = True
+                begun.set()
+                noticed.wait(30)
+                layer.moving = False
+
+        engine, state.engine = state.engine, Notices(state.engine)
+        try:
+            thread = threading.Thread(target=move)
+            thread.start()
+            assert begun.wait(30)
+            found = model(X)
+            thread.join(30)
+        finally:
+            state.engine = engine
+        assert noticed.is_set() and not layer.moving
+        assert_same(found, resident(X))
+        assert len(state.engine.residents()) >= 1
+        assert all(pins == 0 for *_, pins in state.engine.residents())
+
+
+# ---- foreign weights ----
+
+
+@pytest.mark.parametrize(
+    ("names", "bias", "nbytes"),
+    [
+        (("weight", "bias"), True, WEIGHT + BIAS),
+        (("weight",), True, WEIGHT),
+        (("bias",), True, WEIGHT + BIAS),
+        (("weight",), False, WEIGHT),
+    ],
+    ids=str,
+)
+def test_the_bytes_of_a_foreign_call_are_those_that_it_brings(names, bias, nbytes):
+    """The weight always travels; a bias that is the master's own is not counted as another's."""
+    model, resident = pair(bias=bias)
+    others = {f"0.{name}": torch.randn_like(getattr(model[0], name)) for name in names}
+    with attached(model) as manager:
+        found = torch.func.functional_call(model, others, (X,))
+        assert_same(found, torch.func.functional_call(resident, others, (X,)))
+        assert manager.attachment.traffic.computed_bytes == {"0": nbytes}
+
+
+# ---- which times the engine is given ----
+
+
+def test_time_is_charged_for_what_forward_and_backward_do(sim):
+    """Of nothing, the simulated device would compute with no wait for its copies."""
+    assert is_simulated("cpu")
+    model, _ = pair()
+    with attached(model) as manager:
+        (layer,) = manager.layers
+        forward = layer.forward_seconds(X)
+        needs = (True, True, True)
+        backward = layer.backward_seconds(X, needs)
+        assert 0 < forward < backward
+        assert layer.forward_seconds(torch.ones(300_000, 8)) > 2 * forward
+        assert layer.backward_seconds(torch.ones(300_000, 8), needs) > 2 * backward
+        asked = []
+
+        class Hears(Recorder):
+            def use(self, member, *rest):
+                asked.append(rest[-2])
+                return super().use(member, *rest)
+
+        engine, manager.state.engine = manager.state.engine, Hears(manager.state.engine)
+        try:
+            model(X.clone().requires_grad_()).sum().backward()
+            with torch.no_grad():
+                model(X)
+        finally:
+            manager.state.engine = engine
+        assert asked[0] == asked[2] == forward and asked[1] > 0

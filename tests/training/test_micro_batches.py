@@ -707,6 +707,51 @@ def test_a_trained_tensor_that_one_checkpoint_uses_several_times_is_not(device):
     is_equal_to_reference(model, device, loss_of)
 
 
+# What a step multiplies the model's input and its result by, of a trained weight and its number.
+SUMS = {
+    "each in turn": (lambda w, i: (1, w), ""),
+    "one alone, twice": (lambda w, i: (1, 1 if i else w * w + w), ""),
+    "each twice": (lambda w, i: (1, w * w + w), "used several times"),
+    "the first one earlier": (lambda w, i: (1, w) if i else (w, 1), "in another order by each"),
+    "the first one later": (lambda w, i: (w, 1) if i else (1, w), ""),
+    "one cast": (lambda w, i: (1, 1 if i else w.to(torch.bfloat16)), ""),
+    "two casts": (
+        lambda w, i: (1, 1 if i else w.to(torch.bfloat16) + w.to(torch.bfloat16)),
+        "used several times",
+    ),
+    "a hook": (lambda w, i: (1, w), "a gradient hook"),
+    "a hook that sees one": (lambda w, i: (1, 1 if i else w), ""),
+}
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_an_order_of_sums_is_refused_where_it_is_not_the_loops(case):
+    """Sums of gradients are rounded: another order has other bits."""
+    factors, refusal = SUMS[case]
+    weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+    if "hook" in case:
+        weight.register_hook(lambda gradient: gradient * 2)
+    batches, model = inputs("cpu"), net()
+
+    def step(x):
+        first, last = factors(weight, [given is x for given in batches].index(True))
+        return (model(x * first) * last).float().square().mean()
+
+    with streamed(model, "cpu"):
+        if refusal:
+            with pytest.raises(OffloadError, match=refusal):
+                accumulate(step, batches)
+            assert weight.grad is None
+            return
+        found = []
+        for interleave in (True, False):
+            weight.grad = None
+            model.zero_grad()
+            accumulate(step, batches, interleave=interleave)
+            found.append([weight.grad, gradients(model)])
+        assert_same(*found)
+
+
 def test_a_tensor_computed_before_the_steps_is_refused():
     model = net()
     extra = nn.Parameter(torch.randn(WIDTH))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import types
 
+import numpy
 import pytest
 import torch
 from equality import assert_models_agree, assert_same, attached, gradients, resident_pair
@@ -14,7 +16,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import oracle_offload
 from oracle_offload import _core
-from oracle_offload.layers.leaf import is_plain_master
+from oracle_offload.layers.leaf import Layout, is_plain_master, unfit_tensor
 from oracle_offload.layers.managed import HANDLE
 from oracle_offload.model import masters
 
@@ -524,6 +526,75 @@ def test_every_property_of_a_weight_or_bias_may_change_alone(change):
                 assert_same(found, expected)
 
 
+def test_the_engine_stamps_a_leaf_under_the_unit_that_it_is_in_now():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))  # in one unit
+    with attached(model, "cpu") as manager:
+        layer, stamps = manager.layers[0], manager.state.stamps
+        before, version = layer.unit, Layout.version
+        model[0].weight.data = torch.eye(8)
+        layer.follow()
+        assert layer.unit != before and layer.member not in stamps.get(before, {})
+        assert stamps[layer.unit][layer.member]() == layer.stamp()
+        assert Layout.version > version, "who knows units by number looks again"
+
+
+MEMORY = {
+    "its own": lambda: (torch.randn(WIDTH, WIDTH), None),
+    "seen by a view": lambda: ((weight := torch.randn(WIDTH, WIDTH)), weight[1:]),
+    "shared with processes": lambda: (torch.randn(WIDTH, WIDTH).share_memory_(), None),
+    "numpy's": lambda: (torch.from_numpy(numpy.ones((WIDTH, WIDTH), "float32")), None),
+}
+
+
+@pytest.mark.parametrize("assigned", [False, True], ids=["data", "parameter"])
+@pytest.mark.parametrize("memory", MEMORY)
+def test_memory_is_taken_over_where_no_other_tensor_sees_it(memory, assigned):
+    """Who else holds numpy's, torch does not count; a Parameter that is put there is for good."""
+    model = chain().requires_grad_(False)
+    with attached(model, "cpu") as manager:
+        weight, _held = MEMORY[memory]()
+        if assigned:
+            model[0].weight = nn.Parameter(weight, requires_grad=False)
+        else:
+            model[0].weight.data = weight
+        place = weight.data_ptr()
+        del weight
+        step(model)
+        assert len(manager.layers) == 6
+        is_taken = memory == "its own" or (memory == "numpy's" and assigned)
+        assert (model[0].weight.data_ptr() != place) is is_taken
+
+
+def test_a_bias_may_go_and_another_may_come():
+    """Also one of another kind for a while: a layer needs none."""
+    managed, resident = resident_pair(chain().requires_grad_(False))
+    with attached(managed, "cpu") as manager:
+        for bias in (None, torch.ones(WIDTH), torch.ones(WIDTH, dtype=torch.int8), None):
+            for model in (managed, resident):
+                given = None if bias is None else nn.Parameter(bias.clone(), requires_grad=False)
+                model[0].bias = given
+            if bias is None or bias.is_floating_point():
+                agree(managed, resident, False)
+            else:
+                with pytest.raises(RuntimeError):
+                    step(managed)
+            assert len(manager.layers) == 6
+
+
+def test_a_layer_is_lost_to_a_hook_that_replaces_its_weight_around_each_call():
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).requires_grad_(False)
+    hook = types.SimpleNamespace(hooks={"layerwise_casting": 1})
+    vars(model[0])["_diffusers_hook"] = hook
+    with attached(model) as manager:
+        lent, layer = manager.layers
+        assert lent.lends_to_code and not layer.lends_to_code
+        assert (lent.why_lost(), layer.why_lost()) == ("", "")
+        vars(model[1])["_diffusers_hook"] = hook
+        lost = [each.why_lost() for each in (lent, layer)]
+        assert lost == ["", "layerwise casting replaces its weight around each call"]
+        del vars(model[1])["_diffusers_hook"]
+
+
 def computed_parameter():
     """A frozen Parameter that a graph was written into: still of that class, and no leaf."""
     parameter = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
@@ -551,3 +622,29 @@ def computed_parameter():
 )
 def test_what_can_be_a_master(tensor, plain):
     assert is_plain_master(tensor) is plain
+
+
+PLAIN = nn.Parameter(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "options", "why"),
+    [
+        (PLAIN, {}, ""),
+        (PLAIN, {"floating": False}, ""),
+        (PLAIN, {"plain": torch.Tensor}, "'t' is a Parameter, not a plain parameter"),
+        (torch.ones(4), {}, "'t' is a Tensor, not a plain parameter"),
+        (torch.ones(4), {"plain": torch.Tensor}, ""),
+        (nn.Parameter(torch.eye(4).to_sparse()), {}, "'t' is a Parameter, not a plain parameter"),
+        (nn.Parameter(torch.ones(4).char(), False), {}, "'t' is torch.int8"),
+        (nn.Parameter(torch.ones(4).char(), False), {"floating": False}, ""),
+        (nn.Parameter(torch.ones(0, 4)), {}, "'t' is empty"),
+        (
+            nn.Parameter(torch.ones(4, 8)[:, ::2]),
+            {"floating": False},
+            "'t' has gaps or overlaps in memory (strides (8, 2))",
+        ),
+    ],
+)
+def test_why_a_tensor_cannot_become_a_master(tensor, options, why):
+    assert unfit_tensor("t", tensor, **options) == why

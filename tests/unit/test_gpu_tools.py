@@ -390,7 +390,7 @@ def test_every_file_of_tests_that_takes_a_device_has_its_turn() -> None:
     files = {
         f"tests/training/{path.name}"
         for path in (ROOT / "tests" / "training").glob("test_*.py")
-        if takes_a_device(path) and path.stem not in ("test_demo_parts", "test_simgpu")
+        if takes_a_device(path) and path.stem not in ("test_demo_steps", "test_simgpu")
     }  # these two say of which devices
     assert paths - {"tests/gpu"} == files and len(files) > 40
 

@@ -6,6 +6,7 @@ libraries themselves.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle_offload import OffloadError
-from oracle_offload.layers import formats, quantised
+from oracle_offload.layers import formats
 from oracle_offload.layers.formats import Format
 from oracle_offload.layers.handle import Handle
 from oracle_offload.layers.quantised import QuantisedLayer
@@ -57,11 +58,12 @@ READS = Format("coded, and its input is read", reads_input=True)
 SETTLES = Format("coded, and settled", settle=lambda module, x: SETTLED.append(x.dtype))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def as_format(monkeypatch):
-    """Let the stand-in be of another format."""
+    """Let the stand-in be of another format than `PLAIN`."""
     torch.manual_seed(0)
     SETTLED.clear()
+    monkeypatch.setattr(formats, "_COMFY", PLAIN)
     return lambda found: monkeypatch.setattr(formats, "_COMFY", found)
 
 
@@ -69,6 +71,17 @@ def layer_of(manager):
     (layer,) = manager.layers
     assert isinstance(layer, QuantisedLayer)
     return layer
+
+
+X = torch.linspace(-1, 1, 3 * IN).view(3, IN)
+
+
+@contextlib.contextmanager
+def frozen(kind=Coded):
+    """Attach a frozen layer; yield its manager, it, its module and a twin that stays resident."""
+    managed, resident = resident_pair(nn.Sequential(kind()).requires_grad_(False))
+    with attached(managed) as manager:
+        yield manager, layer_of(manager), managed[0], resident[0]
 
 
 def gradients_of(model, x, autocast=False):
@@ -219,12 +232,9 @@ def test_the_operator_has_the_bits_and_gradients_of_the_layer(name, autocast, as
         assert not manager.attachment.held()
 
 
-def test_a_layer_is_no_operator_of_a_graph_where_something_of_it_is_not_as_it_was(as_format):
-    as_format(PLAIN)
-    managed, resident = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
-    x = torch.randn(3, IN)
-    with attached(managed) as manager, torch.no_grad():
-        layer, module = layer_of(manager), managed[0]
+def test_a_layer_is_no_operator_of_a_graph_where_something_of_it_is_not_as_it_was():
+    x = X
+    with frozen() as (_, layer, module, resident), torch.no_grad():
         expected = resident(x)
         assert traced(layer, x)[1]
         module.bias.requires_grad_()
@@ -248,55 +258,34 @@ def test_a_layer_is_no_operator_of_a_graph_where_something_of_it_is_not_as_it_wa
         assert traced(layer, x)[1]
 
 
-def test_a_result_is_as_compiled_code_was_told(as_format):
-    as_format(PLAIN)
-    managed, _ = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
-    with attached(managed) as manager:
-        layer = layer_of(manager)
-        y = torch.randn(OUT, 3).t()
-        found = layer.as_told(y, OUT, torch.float32, torch.float32, None, False)
+def test_a_result_is_as_compiled_code_was_told():
+    with frozen() as (_, layer, *_):
+        y, rest = torch.randn(OUT, 3).t(), (torch.float32, None, False)
+        found = layer.as_told(y, OUT, torch.float32, *rest)
         assert torch.equal(found, y) and found.is_contiguous()
-        for features, dtype in ((OUT + 1, torch.float32), (OUT, torch.bfloat16)):
-            with pytest.raises(
-                OffloadError, match=r"'0' returns 20 features of torch.float32, and"
-            ):
-                layer.as_told(y, features, dtype, torch.float32, None, False)
+        for told in ((OUT + 1, torch.float32), (OUT, torch.bfloat16)):
+            with pytest.raises(OffloadError, match=r"'0' returns 20 features of torch.float32, an"):
+                layer.as_told(y, *told, *rest)
 
 
-def test_a_bias_that_is_not_the_layers_is_refused_by_the_operator(as_format):
-    as_format(PLAIN)
-    managed, resident = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
-    x = torch.randn(3, IN)
-    with attached(managed) as manager, torch.no_grad():
-        layer, module = layer_of(manager), managed[0]
+def test_a_bias_that_is_not_the_layers_is_refused_by_the_operator():
+    with frozen() as (manager, layer, module, resident), torch.no_grad():
         arguments = OUT, torch.float32, torch.float32, None, False
 
         def call(bias):
-            return layer.operator(x, layer.clock, bias, layer.key, None, 0, *arguments)
+            return layer.operator(X, layer.clock, bias, layer.key, None, 0, *arguments)
 
         assert layer.is_given(layer.clock, None) and layer.is_given(layer.clock, module.bias)
         assert not layer.is_given(layer.clock, torch.randn(OUT))
-        assert_same(call(module.bias), resident(x))
+        assert_same(call(module.bias), resident(X))
         with pytest.raises(OffloadError, match="'0' has a computed weight"):
             call(torch.randn(OUT))
         # A weight that no slot has a place for is used where it is.
-        for each in (module, resident[0]):
+        for each in (module, resident):
             each.weight.data = torch.ones(2 * OUT, IN, dtype=torch.int8)[::2]
         before = manager.state.engine.stats()["acquires"]
-        assert_same(call(module.bias), resident(x))
+        assert_same(call(module.bias), resident(X))
         assert manager.state.engine.stats()["acquires"] == before
-
-
-def test_the_clock_tells_of_writes_and_holds_no_memory(as_format):
-    as_format(PLAIN)
-    managed = nn.Sequential(Coded()).requires_grad_(False)
-    with attached(managed) as manager:
-        layer = layer_of(manager)
-        weight = managed[0].weight
-        before = layer.clock._version
-        assert layer.clock.numel() == 0 and layer.clock.dtype is weight.dtype
-        weight.add_(0)
-        assert layer.clock._version == before + 1 == weight._version
 
 
 # ---- its masters ----
@@ -340,8 +329,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_layer_says_whether_its_weights_can_be_managed_and_are_lost(change, as_format):
-    as_format(PLAIN)
+def test_a_layer_says_whether_its_weights_can_be_managed_and_are_lost(change):
     make, manageable, why = CHANGES[change]
     managed = nn.Sequential(Coded()).requires_grad_(False)
     with attached(managed) as manager:
@@ -363,21 +351,7 @@ def test_a_layer_says_whether_its_weights_can_be_managed_and_are_lost(change, as
         assert (layer.has_plain_masters(), layer.why_lost()) == (False, "it was deleted")
 
 
-def test_weights_that_no_slot_has_a_place_for_are_named(as_format):
-    as_format(PLAIN)
-    module = Coded()
-    assert QuantisedLayer.unfit(module) == ""
-    module.weight_scale = torch.ones(2 * OUT)[::2]
-    assert (
-        QuantisedLayer.unfit(module)
-        == "'weight_scale' has gaps or overlaps in memory (strides (2,))"
-    )
-    module.weight_scale = torch.eye(3).to_sparse()
-    assert QuantisedLayer.unfit(module) == "'weight_scale' is torch.sparse_coo"
-
-
-def test_a_parameter_that_leads_to_its_module_keeps_it_no_more(as_format):
-    as_format(PLAIN)
+def test_a_parameter_that_leads_to_its_module_keeps_it_no_more():
     module, other = Coded(bias=False), Coded()
     module.weight.module, other.weight.module = module, module
     for each in (module, other):
@@ -386,26 +360,19 @@ def test_a_parameter_that_leads_to_its_module_keeps_it_no_more(as_format):
     assert "module" not in vars(other.bias)
 
 
-def test_a_leaf_that_was_let_go_computes_by_itself(as_format):
-    as_format(PLAIN)
-    managed, resident = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
-    x = torch.randn(3, IN)
-    with attached(managed) as manager:
-        layer, traffic = layer_of(manager), manager.attachment.traffic
-        expected = resident(x)
+def test_a_leaf_that_was_let_go_computes_by_itself():
+    with frozen() as (manager, layer, _, resident):
+        traffic, expected = manager.attachment.traffic, resident(X)
         assert traffic.computed_bytes == {}
-        assert_same(layer.foreign(x), expected)
+        assert_same(layer.foreign(X), expected)
         own = sum(t.nbytes for t in layer.masters.present)
         assert traffic.computed_bytes == {"0": own}
-    assert_same(layer.foreign(x), expected)
+    assert_same(layer.foreign(X), expected)
     assert traffic.computed_bytes == {"0": own}, "nothing travels"
 
 
-def test_the_cost_is_of_a_product_and_compiled_backward_runs_it_twice(as_format):
-    as_format(PLAIN)
-    managed = nn.Sequential(Coded()).requires_grad_(False)
-    with attached(managed) as manager:
-        layer = layer_of(manager)
+def test_the_cost_is_of_a_product_and_compiled_backward_runs_it_twice():
+    with frozen() as (_, layer, *_):
         weights = sum(t.nbytes for t in layer.masters.present)
         for dtype, shape in itertools.product(
             (torch.float32, torch.bfloat16), ((5, IN), (2, 3, IN))
@@ -420,18 +387,14 @@ def test_the_cost_is_of_a_product_and_compiled_backward_runs_it_twice(as_format)
         assert layer.forward_cost(torch.tensor(2.0))[0] == 2 * OUT
 
 
-def test_a_copy_of_an_attached_model_is_plain(as_format):
-    as_format(PLAIN)
-    managed, resident = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
-    x = torch.randn(3, IN)
-    with attached(managed):
-        copied = copy.deepcopy(managed)
-        assert type(copied[0]) is Coded
-        assert_same(copied(x), resident(x))
+def test_a_copy_of_an_attached_model_is_plain():
+    with frozen() as (_, _, module, resident):
+        copied = copy.deepcopy(module)
+        assert type(copied) is Coded
+        assert_same(copied(X), resident(X))
 
 
-def test_a_leaf_that_forgot_its_weights_keeps_none_of_them(as_format):
-    as_format(PLAIN)
+def test_a_leaf_that_forgot_its_weights_keeps_none_of_them():
     managed = nn.Sequential(Coded()).requires_grad_(False)
     with attached(managed) as manager:
         layer = layer_of(manager)
@@ -463,8 +426,7 @@ def test_an_input_that_nothing_depends_on_has_a_gradient_of_zero_in_a_graph(name
     assert_same(x.grad, torch.zeros(3, IN))
 
 
-def test_a_weight_that_is_trained_is_no_operators(as_format):
-    as_format(PLAIN)
+def test_a_weight_that_is_trained_is_no_operators():
     module = Coded()
     module.weight = nn.Parameter(torch.randn(OUT, IN).to(torch.float8_e4m3fn))
     managed, resident = resident_pair(nn.Sequential(module).requires_grad_(False))
@@ -490,8 +452,7 @@ class Asks(Coded):
         return super().forward(x).double() * float(x.sum())
 
 
-def test_the_dtype_of_a_result_is_found_without_values_where_it_can_be(as_format):
-    as_format(PLAIN)
+def test_the_dtype_of_a_result_is_found_without_values_where_it_can_be():
     for kind, plain_dtype, cast_dtype in (
         (Coded, torch.float32, torch.bfloat16),
         (Wide, torch.float64, torch.float64),
@@ -506,9 +467,8 @@ def test_the_dtype_of_a_result_is_found_without_values_where_it_can_be(as_format
             assert not manager.attachment.held()
 
 
-def test_layers_look_alike_whatever_their_biases_are(as_format):
+def test_layers_look_alike_whatever_their_biases_are():
     """One compiled block serves them; the library may cast a bias in its first call."""
-    as_format(PLAIN)
     wide = Coded()
     wide.weight = nn.Parameter(wide.weight.repeat(2, 1), requires_grad=False)
     wide.weight_scale = wide.weight_scale.repeat(2)
@@ -555,8 +515,7 @@ class Aliased(Coded):
         return F.linear(x, self.codes.to(x.dtype) * self.weight_scale[:, None], self.bias)
 
 
-def test_tensors_over_the_bytes_of_a_weight_are_lent_with_it(as_format):
-    as_format(PLAIN)
+def test_tensors_over_the_bytes_of_a_weight_are_lent_with_it():
     managed, _ = resident_pair(nn.Sequential(Aliased()).requires_grad_(False))
     module = managed[0]
     assert QuantisedLayer.aliases(module) == {id(module.weight): [module.codes]}
@@ -610,8 +569,7 @@ class OfTwo(Coded):
         return F.linear(x, weight, self.bias)
 
 
-def test_a_weight_that_is_made_of_others_stays_the_object_that_it_is(as_format):
-    as_format(PLAIN)
+def test_a_weight_that_is_made_of_others_stays_the_object_that_it_is():
     managed = nn.Sequential(OfTwo())
     weight, inner = managed[0].weight, managed[0].weight.a
     managed[0].bias.requires_grad_(False)
@@ -628,10 +586,3 @@ def test_a_weight_that_is_made_of_others_stays_the_object_that_it_is(as_format):
         ((address, slot),) = layer.views.items()
         assert len(slot.wrappers) == 1, "what was made of a slot's tensors is made once"
         assert layer.view_at(address) is not slot and layer.views[address].wrappers == {}
-
-
-def test_the_clock_of_a_tensor_without_versions_stands_still():
-    with torch.inference_mode():
-        tensor = torch.zeros(3, dtype=torch.int8)
-    clock = quantised._clock_of(tensor)
-    assert clock.numel() == 0 and clock.dtype is torch.int8 and clock._version == 0

@@ -1,4 +1,4 @@
-"""The parts of the loan to a module's own forward: turns, notes, and what is in the places."""
+"""The loan to a module's own forward: turns, what stands in the places, what autograd keeps."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from test_any import (
 )
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 from oracle_offload.layers import any as any_module
 from oracle_offload.layers.managed import is_managed
@@ -47,60 +48,7 @@ def nothing_is_small(monkeypatch):
 X = torch.linspace(-1, 1, 6 * WIDTH).view(2, 3, WIDTH)
 
 
-class Calls(Einsum):
-    """Asks somebody in the middle of its forward."""
-
-    ask = None
-
-    def forward(self, x):
-        if self.ask is not None:
-            self.ask(self)
-        return super().forward(x)
-
-
 # ---- whose turn it is ----
-
-
-def test_a_forward_that_is_set_aside_lends_nothing_until_it_goes_on():
-    """As micro-batches that take turns in one thread do it."""
-    torch.manual_seed(0)
-    model, resident = resident_pair(nn.Sequential(Calls()))
-    block = model[0]
-    master = block.stack
-    found = []
-    with attached(model) as manager:
-        (layer,) = manager.layers
-
-        def ask(module):
-            found.append(
-                (layer.is_lending(), layer.is_lending_here(), module._parameters["stack"] is master)
-            )
-            other = threading.Thread(target=lambda: found.append(layer.is_lending_here()))
-            other.start()
-            other.join(30)
-            standing = module.stack
-            lent = layer.pause()
-            module.ask = None
-            found.append(
-                (layer.is_lending(), layer.is_lending_here(), module._parameters["stack"] is master)
-            )
-            found.append(model(X).detach())  # another micro-batch
-            layer.go_on({})
-            found.append(layer.is_lending_here())  # nothing is there yet
-            layer.pause()
-            layer.go_on(lent)
-            found.append((layer.is_lending(), layer.is_lending_here(), module.stack is standing))
-
-        block.ask = ask
-        with torch.no_grad():
-            y = model(X)
-        assert not layer.is_lending() and block.stack is master
-        assert held(manager) == 0
-    expected = resident(X).detach()
-    here, there, aside, other, empty, again = found
-    assert (here, there, aside) == ((True, True, False), False, (False, False, True))
-    assert (empty, again) == (False, (True, True, True))
-    assert_same([y, other], [expected, expected])
 
 
 @pytest.mark.parametrize(
@@ -235,17 +183,33 @@ class Looks(nn.Module):
         return x @ self.matrix + self.shift
 
 
-def test_a_tensor_with_gaps_is_computed_with_as_it_lies_and_others_are_copied():
+class Products(TorchFunctionMode):
+    """Sees what products are made of."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear:
+            self.seen = args[1], args[2]
+        return func(*args, **(kwargs or {}))
+
+
+def seen_by(model, others, x):
+    """Return the two tensors that the only module of `model` computes with, given others."""
+    with Products() as mode:
+        torch.func.functional_call(model, others, (x,))
+    return getattr(model[0], "seen", None) or mode.seen
+
+
+@pytest.mark.parametrize("make", [Looks, lambda: nn.Linear(WIDTH, WIDTH)], ids=["any", "linear"])
+def test_a_tensor_with_gaps_is_computed_with_as_it_lies_and_others_are_copied(make):
     """A copy would close the gaps, and the layout decides the last bits."""
-    model = nn.Sequential(Looks())
-    wide = torch.randn(WIDTH, 2 * WIDTH)
-    others = {"0.matrix": wide[:, ::2], "0.shift": torch.randn(WIDTH)}
-    with attached(model):
-        torch.func.functional_call(model, others, (X,))
-        matrix, shift = model[0].seen
+    model = nn.Sequential(make())
+    wide, vector = torch.randn(WIDTH, 2 * WIDTH), torch.randn(WIDTH)
+    first, second = (name for name, _ in model.named_parameters())
+    with attached(model) as manager:
+        assert len(manager.layers) == 1
+        matrix, other = seen_by(model, {first: wide[:, ::2], second: vector}, X)
         assert matrix.stride() == (2 * WIDTH, 2) and matrix.data_ptr() == wide.data_ptr()
-        assert shift.data_ptr() != others["0.shift"].data_ptr()
-        assert torch.equal(shift, others["0.shift"])
+        assert other.data_ptr() != vector.data_ptr() and torch.equal(other, vector)
 
 
 class Scaled(nn.Module):
@@ -307,22 +271,6 @@ def test_a_parametrisation_for_the_length_of_a_forward_is_no_write(after):
         assert len(manager.layers) == 3
         assert list(any_module.find_wrappers(model)) == [], "each is one already"
         assert [type(model[2]), is_managed(model[0]), is_managed(model[2])] == [Around, True, False]
-
-
-@pytest.mark.parametrize(
-    ("trainable", "context"),
-    [(False, torch.enable_grad), (False, torch.no_grad), (True, torch.inference_mode)],
-    ids=["frozen", "sampling", "inference"],
-)
-def test_what_takes_no_gradient_is_lent_as_a_parameter(trainable, context):
-    model = nn.Sequential(Looks()).requires_grad_(trainable)
-    with attached(model) as manager, context():
-        assert len(manager.layers) == 1
-        model(X)
-        assert all(isinstance(tensor, nn.Parameter) for tensor in model[0].seen)
-        assert [tensor.requires_grad for tensor in model[0].seen] == [trainable, trainable]
-        assert all(tensor.grad_fn is None for tensor in model[0].seen)
-        del model[0].seen
 
 
 # ---- what autograd keeps ----
@@ -387,45 +335,6 @@ def test_only_integers_of_a_byte_may_hold_two_numbers_each(dtype, counted):
         model(X.clone().requires_grad_()).sum().backward()
         nbytes = 2 * WIDTH * WIDTH * 4
         assert manager.attachment.traffic.derived_bytes == ({"0": nbytes} if counted else {})
-
-
-@pytest.fixture
-def notes():
-    """The hooks of a loan over memory of which the last bytes are no part of the slot."""
-    model = nn.Sequential(Einsum())
-    with attached(model) as manager:
-        (layer,) = manager.layers
-        slot = sum(p.nbytes for p in model.parameters())
-        memory = torch.zeros(2 * slot, dtype=torch.uint8)
-        yield any_module._Notes(layer, memory[:slot]), memory, slot
-
-
-def test_what_lies_in_the_slot_becomes_a_note_and_its_neighbours_stay(notes):
-    notes, memory, slot = notes
-    assert isinstance(notes.pack(memory[:4]), any_module._Note)
-    assert isinstance(notes.pack(memory[slot - 4 : slot]), any_module._Note)
-    for outside in (memory[slot:], memory[slot:].view(torch.float32), torch.zeros(4)):
-        kept = notes.pack(outside)
-        assert not isinstance(kept, any_module._Note) and notes.unpack(kept) is outside
-    behind = any_module._Notes(notes._layer, memory[4 : slot + 4])
-    assert behind.unpack(behind.pack(memory[:4])).data_ptr() == memory.data_ptr()
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_what_is_made_of_the_slot_is_kept_in_parts_and_its_neighbours_whole(notes, depth):
-    notes, memory, slot = notes
-
-    def made_of(tensor):
-        for _ in range(depth):
-            tensor = Halved(tensor)
-        return tensor
-
-    floats = memory.view(torch.float32)
-    for inside in (floats[:2], floats[slot // 4 - 1 : slot // 4]):
-        assert isinstance(notes.pack(made_of(inside)), any_module._Flat)
-    for outside in (floats[slot // 4 :], torch.zeros(4)):
-        made = made_of(outside)
-        assert notes.unpack(notes.pack(made)) is made
 
 
 def test_what_is_made_of_nothing_lent_goes_to_the_hooks_outside_as_it_is():
@@ -527,27 +436,11 @@ import simgpu
 simgpu.install()
 import torch
 from torch import nn
-from test_any_parts import Looks, X
+from test_any_loan import Looks, X, seen_by
 import oracle_offload
 from oracle_offload.model import selection
-from torch.overrides import TorchFunctionMode
 
 selection.SMALL_BYTES, selection.SMALL_TOGETHER = 0, (0, 0)
-
-
-class Products(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is nn.functional.linear:
-            self.seen = args[1], args[2]
-        return func(*args, **(kwargs or {{}}))
-
-
-def seen_by(module, call):
-    with Products() as mode:
-        call()
-    return module.seen if isinstance(module, Looks) else mode.seen
-
-
 for make in (Looks, lambda: nn.Linear(16, 16)):
     model = nn.Sequential(make())
     manager = oracle_offload.attach(model, "simgpu")
@@ -559,8 +452,7 @@ for make in (Looks, lambda: nn.Linear(16, 16)):
         traffic = manager.attachment.traffic
         before = sum(traffic.computed_bytes.values())
         others = {{first: there, second: given}}
-        call = lambda: torch.func.functional_call(model, others, (X.to("simgpu"),))
-        one, other = seen_by(model[0], call)
+        one, other = seen_by(model, others, X.to("simgpu"))
         assert one.data_ptr() == there.data_ptr(), "what is on the device is not copied"
         assert other.device.type == "simgpu"
         assert (other.data_ptr() == given.data_ptr()) is (moved == 0)
