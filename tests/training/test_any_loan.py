@@ -273,6 +273,22 @@ def test_a_parametrisation_for_the_length_of_a_forward_is_no_write(after):
         assert [type(model[2]), is_managed(model[0]), is_managed(model[2])] == [Around, True, False]
 
 
+@pytest.mark.parametrize(
+    ("trainable", "context"),
+    [(False, torch.enable_grad), (False, torch.no_grad), (True, torch.inference_mode)],
+    ids=["frozen", "sampling", "inference"],
+)
+def test_what_takes_no_gradient_is_lent_as_a_parameter(trainable, context):
+    model = nn.Sequential(Looks()).requires_grad_(trainable)
+    with attached(model) as manager, context():
+        assert len(manager.layers) == 1
+        model(X)
+        assert all(isinstance(tensor, nn.Parameter) for tensor in model[0].seen)
+        assert [tensor.requires_grad for tensor in model[0].seen] == [trainable, trainable]
+        assert all(tensor.grad_fn is None for tensor in model[0].seen)
+        del model[0].seen
+
+
 # ---- what autograd keeps ----
 
 
@@ -335,6 +351,26 @@ def test_only_integers_of_a_byte_may_hold_two_numbers_each(dtype, counted):
         model(X.clone().requires_grad_()).sum().backward()
         nbytes = 2 * WIDTH * WIDTH * 4
         assert manager.attachment.traffic.derived_bytes == ({"0": nbytes} if counted else {})
+
+
+def test_what_lies_in_the_slot_is_taken_again_and_its_neighbours_are_kept():
+    """Which memory is next to a slot is up to the device, so these are asked by themselves."""
+    model = nn.Sequential(Einsum())
+    with attached(model) as manager:
+        (layer,) = manager.layers
+        slot = sum(p.nbytes for p in model.parameters())
+        memory = torch.zeros(2 * slot, dtype=torch.uint8)
+        notes = any_module._Notes(layer, memory[:slot])
+        floats = memory.view(torch.float32)
+        for inside in (floats[:1], floats[slot // 4 - 1 : slot // 4]):
+            assert isinstance(notes.pack(inside), any_module._Note)
+            for made in (Halved(inside), Halved(Halved(inside))):
+                assert isinstance(notes.pack(made), any_module._Flat)
+        outside = floats[slot // 4 :]
+        for kept in (outside, Halved(outside), Halved(Halved(outside)), torch.zeros(4)):
+            assert notes.unpack(notes.pack(kept)) is kept
+        behind = any_module._Notes(layer, memory[4 : slot + 4])
+        assert behind.unpack(behind.pack(memory[:4])).data_ptr() == memory.data_ptr()
 
 
 def test_what_is_made_of_nothing_lent_goes_to_the_hooks_outside_as_it_is():

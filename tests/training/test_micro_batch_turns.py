@@ -370,10 +370,12 @@ def test_weights_of_reentrant_checkpoints_are_known_when_they_are_computed_again
     assert_same(took, gradients(resident))
 
 
-def test_a_weight_that_a_checkpoint_and_others_use_is_refused():
+def test_a_weight_that_a_checkpoint_and_others_use_is_refused_unless_one_comes_after_the_other():
     model = made(Pair, None, True)
     model.layers[3] = model.layers[1]
     refused(r"'layers.1.(weight|bias)' is used several times", model)
+    with streamed(model):
+        assert len(accumulate(functools.partial(loss_of, model), batches(), interleave=False)) == 3
 
 
 def test_a_weight_that_is_used_twice_is_refused_unless_one_comes_after_the_other():

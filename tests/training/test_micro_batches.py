@@ -20,6 +20,7 @@ from equality import (
     assert_models_agree,
     assert_same,
     attached,
+    count_acquires,
     gradients,
     h2d_bytes,
     resident_pair,
@@ -583,6 +584,13 @@ def test_weights_lent_to_a_forward_come_and_go_with_its_micro_batch(device, full
 
     with attached(managed, device, offload_percent=1.0) as manager:
         assert "table" not in {row.name for row in manager.resident}
+        took = []
+        for interleave in (False, True):
+            before = count_acquires()
+            accumulate(lambda x: loss_of(managed, x), inputs(device), interleave=interleave)
+            took.append(count_acquires() - before)
+            managed.zero_grad()
+        assert took[0] == took[1] > 0, "the table is lent to each, not to the first alone"
         assert_models_agree(managed, resident, both, device=device)
         assert managed.table.device.type == "cpu"
 
