@@ -556,14 +556,18 @@ def test_what_is_computed_once_and_kept_or_only_moved_is_allowed(device):
     def sets(net, x):
         if net.table is None:
             net.table = torch.arange(3.0)
+        if net.rope.table is None:
+            net.rope.table = [torch.arange(2.0).to(x.device)]
         net.moved = net.moved.to(x.device)
-        net.scale = (net.table.sum() + net.moved.sum()).item()
+        net.scale = (net.table.sum() + net.rope.table[0].sum().cpu() + net.moved.sum().cpu()).item()
 
     model, resident = pair("plain", sets)
     for one in (model, resident):
-        one.table, one.moved, one.scale = None, torch.ones(2), 5.0
+        one.table, one.moved, one.scale = None, torch.ones(2), 6.0
+        one.rope = SimpleNamespace(table=None)
     is_as_the_loop(model, resident, device, loss_of, own=[])
     assert model.table.tolist() == [0.0, 1.0, 2.0]
+    assert model.rope.table[0].tolist() == [0.0, 1.0]
     assert model.moved.device.type == torch.device(device).type
 
 

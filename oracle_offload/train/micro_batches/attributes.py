@@ -416,7 +416,8 @@ def _joined(before: Any, of_each: Sequence[Any]) -> Any:
     for name in dict.fromkeys(chain(before, *of_each)):
         values = [one[name] for one in of_each if name in one]
         joined[name] = values[0]
-        if not all(are_same(before.get(name, values[0]), value) for value in values):
+        was = before.get(name)  # None is as good as missing: it is computed once and kept
+        if not all(are_same(values[0] if was is None else was, value) for value in values):
             empty = None if name in before else _EMPTY.get(type(values[0]))
             joined[name] = _joined(empty, values)
             if joined[name] is _MISSING:
