@@ -10,6 +10,7 @@ An arrow is an import (at the top, inside a function, by `importlib`, for types 
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -96,24 +97,36 @@ def python_arrows(package: Path) -> Arrows:
             continue
         parts = path.relative_to(package.parent).with_suffix("").parts
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules.items()}
-    assigned = {
-        f"{name}.{_called(target)}"
-        for name, tree in trees.items()
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
+    read = {
+        name: _read(
+            path.read_text(encoding="utf-8"),
+            name,
+            name if path.name == "__init__.py" else name.rpartition(".")[0],
+        )
+        for name, path in modules.items()
     }
+    assigned = frozenset().union(*(values for _, values in read.values()))
     arrows: Arrows = {name: set() for name in modules}
-    for name, path in modules.items():
-        tree = trees[name]
-        home = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        for found in set(_imports(tree, name, home)) - assigned:
+    for name, (imports, _) in read.items():
+        for found in imports - assigned:
             while found and found not in modules:  # `from .module import name`
                 found = found.rpartition(".")[0]
             if found and found != name:
                 arrows[name].add(found)
     return arrows
+
+
+@functools.cache
+def _read(text: str, name: str, home: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return what a module imports, and what it assigns at its top, by full names."""
+    tree = ast.parse(text)
+    assigned = {
+        f"{name}.{_called(target)}"
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    }
+    return frozenset(_imports(tree, name, home)), frozenset(assigned)
 
 
 # The rooms, each over those that it needs: no circle among them.
@@ -186,18 +199,34 @@ def include_arrows(root: Path) -> Arrows:
     return arrows
 
 
+Symbols = dict[str, tuple[set[str], set[str]]]  # of each file: those it defines, and those it takes
+
+
 def call_arrows(root: Path, *folders: str) -> Arrows:
-    """Return which .c file of `folders` uses symbols that another one of them defines.
+    """Return which .c file of `folders` uses symbols that another one of them defines."""
+    return arrows_of(symbols(root, *folders))
+
+
+def arrows_of(found: Symbols) -> Arrows:
+    """Return which file takes a symbol of which other."""
+    home = {symbol: name for name, (defined, _) in found.items() for symbol in defined}
+    return {
+        name: {home[symbol] for symbol in taken if symbol in home} - {name}
+        for name, (_, taken) in found.items()
+    }
+
+
+def symbols(root: Path, *sources: str) -> Symbols:
+    """Return the symbols of the .c files of `sources`, files or folders.
 
     Each is compiled alone, so that what a macro calls counts where the macro is used.
     """
     compiler, includes = c_build.c_compiler(), c_build.preprocessor_flags(c_build.ENGINE)
-    defined: dict[str, str] = {}
-    wanted: dict[str, set[str]] = {}
-    sources = [path for folder in folders for path in sorted((root / folder).glob("*.c"))]
+    given = [root / source for source in sources]
+    files = [file for path in given for file in (sorted(path.glob("*.c")) or [path])]
+    found: Symbols = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for path in sources:
-            name = path.relative_to(root).as_posix()
+        for path in files:
             compiled = Path(scratch) / "one.o"
             subprocess.run(
                 [*compiler, "-c", "-w", *includes, str(path), "-o", str(compiled)],
@@ -210,17 +239,12 @@ def call_arrows(root: Path, *folders: str) -> Arrows:
                 capture_output=True,
                 text=True,
             )
-            wanted[name] = set()
-            for line in listed.stdout.splitlines():
-                symbol, kind = line.split()[:2]
-                if kind == "U":
-                    wanted[name].add(symbol)
-                else:
-                    defined[symbol] = name
-    return {
-        name: {defined[symbol] for symbol in symbols if symbol in defined} - {name}
-        for name, symbols in wanted.items()
-    }
+            kinds = [line.split()[:2] for line in listed.stdout.splitlines()]
+            found[path.relative_to(root).as_posix()] = (
+                {symbol for symbol, kind in kinds if kind != "U"},
+                {symbol for symbol, kind in kinds if kind == "U"},
+            )
+    return found
 
 
 def main() -> int:

@@ -38,8 +38,14 @@ def test_no_circle_and_no_upward_arrow_among_includes():
     assert floors.upward(simulator, floors.SIMULATOR_FLOORS) == []
 
 
-def test_no_circle_and_no_upward_arrow_among_calls():
-    arrows = floors.call_arrows(ROOT, *BELOW_BINDING)
+@pytest.fixture(scope="module")
+def symbols():
+    """Of each file below the binding, compiled once: a test compiles what it has changed."""
+    return floors.symbols(ROOT, *BELOW_BINDING)
+
+
+def test_no_circle_and_no_upward_arrow_among_calls(symbols):
+    arrows = floors.arrows_of(symbols)
     assert "csrc/core/plan.c" in arrows["csrc/core/engine.c"]
     assert floors.circle(arrows) == []
     assert floors.upward(arrows, floors.C_FLOORS) == []
@@ -60,12 +66,14 @@ def test_all_but_what_explains_imports_without_it(tmp_path):
     """Explanations and the doctor could be deleted whole."""
     pytest.importorskip("torch", reason="most modules import it")
     package = tmp_path / "oracle_offload"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, package)  # with what is compiled of it
     shutil.rmtree(package / "diagnose")
     left = [name for name in floors.python_arrows(package) if not name.endswith("__main__")]
     needs = {"rich", "greenlet", "IPython", "accelerate", "lightning", "transformers"}
     code = f"""
-import importlib
+import importlib, sys
+for name in ("lightning", "transformers"):  # each takes longer than torch, for one module
+    sys.modules[name] = None
 for name in {left}:
     try:
         importlib.import_module(name)
@@ -139,19 +147,21 @@ def test_an_include_that_goes_up_a_floor_is_found(sources):
 
 
 @pytest.mark.parametrize("caller", ["csrc/core/arena.c", "csrc/driver/driver.c"])
-def test_a_call_that_closes_a_circle_is_found(caller, sources):
+def test_a_call_that_closes_a_circle_is_found(caller, sources, symbols):
     source = sources / caller
     source.write_text(
         f"{source.read_text()}\n"
         "int oo__planted(void); int oo__planted(void) { return oo_engine_destroy(0); }\n"
     )
-    arrows = floors.call_arrows(sources, *BELOW_BINDING)
+    assert floors.circle(floors.arrows_of(symbols)) == []
+    arrows = floors.arrows_of(symbols | floors.symbols(sources, caller))
     assert caller in floors.circle(arrows)
 
 
-def test_a_call_within_a_macro_counts_where_the_macro_stands(sources):
+def test_a_call_within_a_macro_counts_where_the_macro_stands(sources, symbols):
     header = sources / "csrc/core/arena.h"
     header.write_text(f"{header.read_text()}\n#define UP oo_engine_destroy\n")
     source = sources / "csrc/core/arena.c"
     source.write_text(f"{source.read_text()}\nint oo__planted(void) {{ return UP(0); }}\n")
-    assert "csrc/core/arena.c" in floors.circle(floors.call_arrows(sources, *BELOW_BINDING))
+    changed = symbols | floors.symbols(sources, "csrc/core/arena.c")
+    assert "csrc/core/arena.c" in floors.circle(floors.arrows_of(changed))
