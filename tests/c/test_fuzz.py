@@ -19,6 +19,7 @@ def fuzzed(target: str, *arguments: str) -> Any:
     return fuzz.run(fuzzer, arguments, timeout_s=120, output=subprocess.PIPE)
 
 
+@pytest.mark.slow  # .ci/run has more seconds of it: `make fuzz`
 @pytest.mark.proof
 @pytest.mark.parametrize("target", fuzz.TARGETS)
 def test_inputs_from_a_seed_find_nothing(target: str, tmp_path: Path) -> None:

@@ -266,6 +266,7 @@ def survivors(kernel, found):
     return [name for name, mutant in found if not killed_by(mutant, chunks)]
 
 
+@pytest.mark.slow  # all of them run in the same tier; .ci/run decodes each kind by what is here
 @pytest.mark.parametrize("kernel", sorted(set(KERNELS.values())))
 def test_a_sample_of_mutants_is_killed(kernel):
     found = random.Random(1).sample(list(mutants(program(kernel))), 30)
