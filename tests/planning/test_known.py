@@ -112,6 +112,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         },
         "owner/nothing": {},
     }
+    asked: ClassVar[list[str]] = []
 
     def do_HEAD(self) -> None:
         self._answer(False)
@@ -120,6 +121,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self._answer(True)
 
     def _answer(self, whole: bool) -> None:
+        self.asked.append(self.path)
         found = re.fullmatch(r"/([^/]+/[^/]+)/resolve/main/(.*)", self.path)
         text = self.files.get(found[1], {}).get(found[2]) if found else None
         self.send_response(200 if text is not None else 404)
@@ -138,17 +140,35 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def hub() -> Iterator[str]:
+def hub() -> Iterator[tuple[str, list[str]]]:
+    """Yield the hub's address, and the list of what it has been asked for."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    Hub.asked.clear()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"http://127.0.0.1:{server.server_address[1]}", Hub.asked
     finally:
         server.shutdown()
         server.server_close()
 
 
-def fetched(folder: Path, endpoint: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+# Runs one command after the other, and prints the code, the output and the errors of each. Where
+# the hub is and where its files go is read when its library is imported.
+COMMANDS = """
+import contextlib, io, json, sys
+from oracle_offload import cli
+
+results = []
+for command in json.loads(sys.argv[1]):
+    said, problem = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(problem):
+        code = cli.main(["plan", *command, "--ram", "64GB", "--no-measure", "--json"])
+    results.append((code, said.getvalue(), problem.getvalue()))
+print("\\n" + json.dumps(results))
+"""
+
+
+def fetched(folder: Path, endpoint: str, *commands: list[str]) -> list[tuple[int, str, str]]:
     environment = {
         **os.environ,
         "HF_ENDPOINT": endpoint,
@@ -157,37 +177,47 @@ def fetched(folder: Path, endpoint: str, *arguments: str) -> subprocess.Complete
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_ETAG_TIMEOUT": "1",
     }
-    command = [sys.executable, "-m", "oracle_offload", "plan", *arguments, "--ram", "64GB"]
-    command += ["--no-measure", "--json"]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    program = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
+    ended = subprocess.run(program, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    results: list[tuple[int, str, str]] = json.loads(ended.stdout.splitlines()[-1])
+    return results
 
 
 @pytest.mark.ci
 def test_fetch_asks_the_hub_for_a_config_and_for_nothing_else(tmp_path: Path) -> None:
-    with hub() as endpoint:
-        text = fetched(tmp_path, endpoint, "owner/text", "--fetch")
-        image = fetched(tmp_path, endpoint, "owner/image", "--fetch")
-        nothing = fetched(tmp_path, endpoint, "owner/nothing", "--fetch")
-        unasked = fetched(tmp_path / "other", endpoint, "owner/text")
-    assert text.returncode == 0, text.stderr
-    assert json.loads(text.stdout)["model"] == "GPT2LMHeadModel"
-    assert image.returncode == 0, image.stderr
-    assert json.loads(image.stdout)["model"] == "UNet2DConditionModel"
-    assert nothing.returncode == 1 and "has none of config.json on the hub" in nothing.stderr
-    assert unasked.returncode == 2 and "--fetch" in unasked.stderr
+    with hub() as (endpoint, asked):
+        unasked, text, image, nothing, again = fetched(
+            tmp_path,
+            endpoint,
+            ["owner/text"],
+            ["owner/text", "--fetch"],
+            ["owner/image", "--fetch"],
+            ["owner/nothing", "--fetch"],
+            ["owner/text"],
+        )
+        # But what the hub's library asks for itself.
+        requests = [path.partition("/resolve/main/") for path in asked if path[:5] != "/api/"]
+    assert unasked[0] == 2 and "--fetch" in unasked[2]
+    assert text[0] == 0, text[2]
+    assert json.loads(text[1])["model"] == "GPT2LMHeadModel"
+    assert image[0] == 0, image[2]
+    assert json.loads(image[1])["model"] == "UNet2DConditionModel"
+    assert nothing[0] == 1 and "has none of config.json on the hub" in nothing[2]
+    assert again[:2] == text[:2], "what was fetched is there"
+    assert requests[0][0] == "/owner/text" and requests[-1][0] == "/owner/nothing"
+    assert {name.rpartition("/")[2] for *_, name in requests} == {"config.json", "model_index.json"}
     assert {path.name for path in tmp_path.rglob("snapshots/*/**/*") if path.is_file()} == {
         "config.json",
         "model_index.json",
     }
-    again = fetched(tmp_path, "http://127.0.0.1:9", "owner/text")
-    assert again.returncode == 0, "what was fetched is there"
 
 
 def test_without_a_network_fetch_says_so(tmp_path: Path) -> None:
-    said = fetched(tmp_path, "http://127.0.0.1:9", "owner/text", "--fetch")
-    assert said.returncode == 1 and said.stdout == "" and "Traceback" not in said.stderr
-    assert "the hub has not given the config of owner/text" in said.stderr
-    assert "Without a network give a folder" in " ".join(said.stderr.split())
+    ((code, said, problem),) = fetched(tmp_path, "http://127.0.0.1:9", ["owner/text", "--fetch"])
+    assert code == 1 and said == "" and "Traceback" not in problem
+    assert "the hub has not given the config of owner/text" in problem
+    assert "Without a network give a folder" in " ".join(problem.split())
 
 
 def test_fetch_takes_a_name(capsys: pytest.CaptureFixture[str]) -> None:
