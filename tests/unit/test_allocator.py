@@ -322,13 +322,24 @@ def test_order_of_names_is_that_of_the_installed_torch() -> None:
         pytest.skip(f"torch {torch.__version__} cannot say its settings without a card")
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     values = {name: f"max_split_size_mb:{64 + i}" for i, name in enumerate(NAMES)}
-    for left_out in (None, *NAMES):
-        environ = {name: text for name, text in values.items() if name != left_out}
-        _, expected, _ = find_allocator_variable(environ, release)  # type: ignore[arg-type]
-        said = run_python(
-            "import torch; print(torch._C._accelerator_getAllocatorSettings())", environ
-        )
-        assert said == expected, environ
+    environs = [
+        {name: text for name, text in values.items() if name != left_out}
+        for left_out in (None, *NAMES)
+    ]
+    # torch reads them when it first needs them, once: in a process for each, forked before that.
+    said = run_python(f"""
+import os, torch
+for environ in {environs}:
+    child = os.fork()
+    if not child:
+        os.environ.update(environ)
+        print(torch._C._accelerator_getAllocatorSettings(), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+""")
+    found = [find_allocator_variable(environ, release) for environ in environs]  # type: ignore[arg-type]
+    assert said.splitlines() == [expected for _, expected, _ in found]
+    assert len(set(said.splitlines())) > 1
 
 
 # --- Set ---------------------------------------------------------------------------------------
