@@ -229,31 +229,22 @@ def belady(
     ahead: deque[tuple[int, int]] = deque()  # visits that need no fetch: falling maxima
     ahead_bytes, end = 0.0, 0
 
-    def place(unit: int, later_than: int, pinned: int) -> float | None:
+    def place(unit: int, later_than: int) -> float | None:
         """Make room by what is needed later; return when it is free."""
         nonlocal free
-        victims, kept, found = [], [], free
-        while found < unit_bytes[unit] and furthest:
-            minus, victim = heapq.heappop(furthest)
-            if next_use.get(victim) != -minus:
-                continue  # an entry of an earlier use
-            if victim == pinned:
-                kept.append((minus, victim))
-                continue
-            if -minus <= later_than:
-                kept.append((minus, victim))
-                break
-            victims.append((minus, victim))
-            found += unit_bytes[victim]
-        for entry in kept:
-            heapq.heappush(furthest, entry)
-        if found < unit_bytes[unit]:
-            for entry in victims:
-                heapq.heappush(furthest, entry)
-            return None
+        victims, needed, found = [], unit_bytes[unit], free
+        while found < needed:
+            while furthest and next_use.get(furthest[0][1]) != -furthest[0][0]:
+                heapq.heappop(furthest)  # an entry of an earlier use
+            if not furthest or -furthest[0][0] <= later_than:
+                for entry in victims:
+                    heapq.heappush(furthest, entry)
+                return None
+            victims.append(heapq.heappop(furthest))
+            found += unit_bytes[victims[-1][1]]
         for _, victim in victims:
             del next_use[victim]
-        free = found - unit_bytes[unit]
+        free = found - needed
         return max((used[victim] for _, victim in victims), default=0.0)
 
     def copy(unit: int, begins: float, use: int) -> None:
@@ -269,7 +260,7 @@ def belady(
             begin, before = gpu, moved
         unit = units[i]
         if unit not in next_use:
-            freed = place(unit, i, -1)
+            freed = place(unit, i)
             if freed is None:
                 raise ValueError(f"the arena of {capacity:.0f} bytes holds too few units")
             copy(unit, max(link, freed), i)
@@ -298,7 +289,7 @@ def belady(
             later_than = end
             if ahead_bytes > lead_bytes and ahead:
                 later_than = max(end, ahead[0][1] - 1)
-            freed = place(units[end], later_than, -1)
+            freed = place(units[end], later_than)
             if freed is None:
                 break
             copy(units[end], max(link, freed), end)
