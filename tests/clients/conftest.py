@@ -24,6 +24,7 @@ _spec = importlib.util.spec_from_file_location("core_conftest", CORE / "conftest
 _core = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_core)
 sim = _core.sim  # a fresh simulated device for every test, and nothing left on it
+forks = _core.forks
 
 
 WITHOUT_DEVICE = (

@@ -185,7 +185,10 @@ def test_checkpoints_inside_the_graph_keep_order_bytes_and_bits(family):
     assert not counters["graph_break"]
 
 
-@families("Flux", "Qwen-Image", "Wan", "SDXL", "Llama")
+# .ci/run has each kind of operator under inductor, in a small model: linear, convolution and
+# embedding in test_compile_fullgraph.py, lent in test_compile_lent.py, quantised in its own file.
+@pytest.mark.slow
+@families()
 def test_inductor_rounds_otherwise_and_no_more(family, monkeypatch, tmp_path):
     """It fuses what is between the layers; measured were up to 1.5e-6 of a tensor's norm."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what it wrote before is no proof
