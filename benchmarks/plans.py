@@ -232,7 +232,8 @@ def belady(
     def place(unit: int, later_than: int) -> float | None:
         """Make room by what is needed later; return when it is free."""
         nonlocal free
-        victims, needed, found = [], unit_bytes[unit], free
+        victims: list[tuple[int, int]] = []
+        needed, found = unit_bytes[unit], free
         while found < needed:
             while furthest and next_use.get(furthest[0][1]) != -furthest[0][0]:
                 heapq.heappop(furthest)  # an entry of an earlier use
