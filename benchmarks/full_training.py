@@ -375,6 +375,8 @@ class _Held:
 
     def before_forward(self) -> None: ...
 
+    def during_forward(self) -> None: ...
+
     def before_step(self) -> bool:
         return True
 

@@ -28,6 +28,7 @@ from .pace import Pace
 from .phases import FIRST, Phases
 from .simulated_time import SimulatedTime
 
+_graph_task = torch._C._current_graph_task_id
 logger = logging.getLogger("oracle_offload")
 
 _registry: dict[str, DeviceState] = {}
@@ -80,6 +81,9 @@ class Listener(Protocol):
 
     def before_forward(self) -> None:
         """The first managed forward after a backward begins."""
+
+    def during_forward(self) -> None:
+        """A forward is about to use a weight, and some uses have passed since the last call."""
 
     def before_step(self) -> bool:
         """An optimizer is about to step; return whether it trains anything held here."""
@@ -283,6 +287,9 @@ class DeviceState:
         pace.uses += 1
         if pace.uses >= pace.next_look:
             pace.look(self.kind.is_idle(stream))
+            if _graph_task() == -1 and not self.kind.is_capturing(stream):
+                for listener in self.listeners:
+                    listener.during_forward()
         return stream
 
     def cover(self, steppers: Mapping[int, Any]) -> None:

@@ -216,10 +216,15 @@ class Attachment:
             return
         if self.pieces.share is not None:
             self.pieces.share.check_generation()
-        self.pieces.lock_arrived()
+        self.pieces.lock_arrived(turned=True)
         self._restore_size(logging.DEBUG)
         if self.arena.may_grow:
             self._grow_to_block()
+
+    def during_forward(self) -> None:
+        """Lock what has arrived: where no backward ever runs, nothing else does."""
+        if not self._is_left:
+            self.pieces.lock_arrived(turned=False)
 
     def _grow_to_block(self) -> None:
         engine = self.state.engine

@@ -320,10 +320,13 @@ class Room(Piece):
                 self._wanted += nbytes
                 offset += aligned(nbytes)
 
-    def may_be_locked(self) -> bool:
-        """Whether all of it has arrived, or nothing more has since this was asked last."""
-        before, self._before = self._before, self.buffer.arrived
-        if not self._before or self._before not in (before, self._wanted):
+    def may_be_locked(self, turned: bool) -> bool:
+        """Whether all of it has arrived, or between two turns nothing more has."""
+        arrived, enough = self.buffer.arrived, {self._wanted}
+        if turned:
+            enough.add(self._before)
+            self._before = arrived
+        if not arrived or arrived not in enough:
             return False
         self.cuts = self._cuts
         return True
@@ -505,12 +508,16 @@ class Pieces:
         self.add(room)
         self._filling.append(room)
 
-    def lock_arrived(self) -> None:
-        """Lock the rooms that have filled, as far as the budget allows."""
+    def lock_arrived(self, turned: bool) -> None:
+        """Lock the rooms that have filled, as far as the budget allows.
+
+        Where a forward has just turned up after a backward, those too that the whole step between
+        has brought nothing more of.
+        """
         if not self._filling:
             return
         with self._state.lock:
-            for room in [room for room in self._filling if room.may_be_locked()]:
+            for room in [room for room in self._filling if room.may_be_locked(turned)]:
                 self.budget.unlock(room)
                 others = [piece for piece in self.in_order() if piece is not room]
                 self.budget.lock(room, others)

@@ -377,6 +377,9 @@ class ActivationOffload:
     def before_forward(self) -> None:
         """Change nothing."""
 
+    def during_forward(self) -> None:
+        """Change nothing."""
+
     def before_step(self) -> bool:
         """Train nothing."""
         return False

@@ -192,6 +192,27 @@ def test_what_has_room_is_read_by_the_first_step_and_locked_then(device, tmp_pat
         assert_same(managed.state_dict(), resident.state_dict())
 
 
+def test_a_process_that_only_samples_locks_what_has_arrived(tmp_path):
+    resident, path = saved(tmp_path)
+    managed = without_values().requires_grad_(False)
+    resident.requires_grad_(False)
+    with on_disk(managed, "cpu", path) as manager, torch.no_grad():
+        stats = stats_of(manager)
+        kept, locked = stats["disk_kept_bytes"], stats["locked_bytes"] - stats["ring_bytes"]
+        for _ in range(5):
+            x = torch.randn(3, WIDTH)
+            assert_same(managed(x), resident(x))
+        stats = stats_of(manager)
+        assert stats["disk_arrived_bytes"] == kept > 0
+        assert stats["locked_bytes"] - stats["ring_bytes"] >= locked + kept
+        unlocked = manager.state.engine.stats()["unlocked_h2d_bytes"]
+        read = read_bytes(manager)
+        assert_same(managed(x), resident(x))
+        assert manager.state.engine.stats()["unlocked_h2d_bytes"] - unlocked == (
+            read_bytes(manager) - read
+        ), "what memory has goes through the ring"
+
+
 def test_where_nothing_may_be_locked_it_arrives_too(device, tmp_path):
     resident, path = saved(tmp_path)
     managed = without_values()
@@ -239,17 +260,18 @@ class InterruptedOnce:
         return interrupted
 
 
+@pytest.mark.parametrize("records", [True, False], ids=["training", "sampling"])
 @pytest.mark.parametrize("what", ["unlock", "lock"])
-def test_ctrl_c_while_what_has_arrived_is_locked(tmp_path, monkeypatch, what):
+def test_ctrl_c_while_what_has_arrived_is_locked(tmp_path, monkeypatch, what, records):
     resident, path = saved(tmp_path)
     managed = without_values()
     with on_disk(managed, "cpu", path, ram_budget="1GiB") as manager:
-        step(managed)
         with monkeypatch.context() as patch:
             engine = InterruptedOnce(manager.state.engine, what)
             patch.setattr(manager.state, "engine", engine)
-            with pytest.raises(KeyboardInterrupt):
-                step(managed)
+            with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(records):
+                for _ in range(3):
+                    step(managed) if records else managed(torch.randn(3, WIDTH))
         for _ in range(2):  # a forward that was interrupted has begun
             step(managed)
         stats = stats_of(manager)
