@@ -541,6 +541,7 @@ again:
     }
     oo__note_sweep(engine, member, request->task, sweep);
     oo_plan_visit(engine->plan, id, request->kind);
+    OO_TRY(oo__pace_end(engine, stream)); /* before any wait for what copy threads bring */
     stats->acquires++;
     if (unit->stale) {
         stats->stale++;
@@ -559,7 +560,6 @@ again:
     else
         OO_TRY(oo__acquire_late(engine, id, &use->fetched));
     oo__note_stamp(engine, member, request->stamp);
-    OO_TRY(oo__pace_end(engine, stream));
     OO_TRY(oo__order_after_copy(engine, id, stream));
     OO_TRY(oo__pace_begin(engine, id, stream));
     OO_TRY(oo__row_begin(engine, unit, stream));

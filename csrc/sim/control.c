@@ -459,18 +459,24 @@ OOCUresult simFinish(double *seconds) {
     return result;
 }
 
-void sim__trace(const struct sim_op *op) {
-    static const int kinds[] = {SIM_H2D, SIM_D2H, SIM_KERNEL, SIM_MEMSET, SIM_HOSTFN};
-    if (!sim.switches[SIM_TRACE_ON] || n_trace >= MAX_TRACE || op->kind > OP_HOSTFN)
+void sim__trace_row(const struct sim_trace_row *row) {
+    if (!sim.switches[SIM_TRACE_ON] || n_trace >= MAX_TRACE)
         return;
     trace_rows = sim__grow(trace_rows, &trace_capacity, n_trace + 1, sizeof *trace_rows);
+    trace_rows[n_trace++] = *row;
+}
+
+void sim__trace(const struct sim_op *op) {
+    static const int kinds[] = {SIM_H2D, SIM_D2H, SIM_KERNEL, SIM_MEMSET, SIM_HOSTFN};
+    if (op->kind > OP_HOSTFN)
+        return;
     const void *device = op->kind == OP_D2H ? op->src : op->dst;
-    trace_rows[n_trace++] = (struct sim_trace_row){.kind = kinds[op->kind],
-                                                   .stream = op->stream->handle,
-                                                   .start_s = op->start_s,
-                                                   .end_s = op->end_s,
-                                                   .bytes = op->bytes,
-                                                   .device_ptr = (OOCUdeviceptr)device};
+    sim__trace_row(&(struct sim_trace_row){.kind = kinds[op->kind],
+                                           .stream = op->stream->handle,
+                                           .start_s = op->start_s,
+                                           .end_s = op->end_s,
+                                           .bytes = op->bytes,
+                                           .device_ptr = (OOCUdeviceptr)device});
 }
 
 uint64_t simTraceCount(void) {

@@ -76,6 +76,8 @@ OOCUresult simRead(size_t bytes, int *wanted) {
         const double begin_s = free_s[device] > first_s ? free_s[device] : first_s;
         struct reader reader = {.end_s = begin_s + (double)bytes / (d->disk_gbps * 1e9)};
         free_s[device] = reader.end_s;
+        sim__trace_row(&(struct sim_trace_row){
+            .kind = SIM_READ, .start_s = begin_s, .end_s = reader.end_s, .bytes = bytes});
         *wanted = !sim.switches[SIM_COPY_NOTHING];
         block(&reader);
     }

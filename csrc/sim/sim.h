@@ -192,10 +192,17 @@ SIM_API OOCUresult simReportsClear(void);
 SIM_API OOCUresult simLabelRange(const void *ptr, size_t bytes, const char *label);
 SIM_API OOCUresult simLabelStream(OOCUstream stream, const char *label);
 
-enum sim_kind { SIM_H2D = 0, SIM_D2H = 1, SIM_KERNEL = 2, SIM_MEMSET = 3, SIM_HOSTFN = 4 };
+enum sim_kind {
+    SIM_H2D = 0,
+    SIM_D2H = 1,
+    SIM_KERNEL = 2,
+    SIM_MEMSET = 3,
+    SIM_HOSTFN = 4,
+    SIM_READ = 5
+};
 struct sim_trace_row {
     int kind;
-    uint64_t stream; /* handle */
+    uint64_t stream; /* handle; 0 of a read from a disk, which is in none */
     double start_s, end_s;
     uint64_t bytes;
     OOCUdeviceptr device_ptr;

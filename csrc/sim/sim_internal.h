@@ -303,6 +303,7 @@ void sim__report(uint64_t key, const char *format, ...);
 int sim__reported(uint64_t key);
 void sim__seed_text(char *text, size_t capacity);
 void sim__trace(const struct sim_op *op);
+void sim__trace_row(const struct sim_trace_row *row);
 void sim__boot(void);
 OOCUresult sim__current_device(int *device);
 void *sim__grow(void *array, size_t *capacity, size_t needed, size_t size);

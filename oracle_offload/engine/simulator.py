@@ -138,7 +138,10 @@ class Live:
 
 @dataclass(frozen=True)
 class TraceRow:
-    """One operation that has ended: `kind` is h2d, d2h, kernel, memset or host_function."""
+    """One operation that has ended, or a read from a disk, which is in no stream.
+
+    `kind` is h2d, d2h, kernel, memset, host_function or read.
+    """
 
     kind: str
     stream: int
@@ -148,7 +151,7 @@ class TraceRow:
     device_ptr: int
 
 
-_KINDS = ("h2d", "d2h", "kernel", "memset", "host_function")
+_KINDS = ("h2d", "d2h", "kernel", "memset", "host_function", "read")
 _T = TypeVar("_T", Stats, Live)
 
 

@@ -157,7 +157,7 @@ static void what_is_in_a_file_is_read_from_it(void) {
 }
 
 /* A device with a disk of its own in virtual time: what is read takes that, copies and kernels go
- * on meanwhile, and the bits are the same. */
+ * on meanwhile, and the bits are the same. What a forward waits for the disk is nobody's time. */
 static void reads_take_the_time_of_the_disk(void) {
     struct sim_device before, device;
     struct world w;
@@ -176,6 +176,17 @@ static void reads_take_the_time_of_the_disk(void) {
     CHECK(stats.disk_read_bytes > 3 * w.total && seconds >= read_s && seconds < 1.2 * read_s,
           "%.6f s, of reads %.6f", seconds, read_s);
     CHECK(n_reads >= stats.h2d_copies, "%u reads", n_reads);
+    sim.cuCtxPushCurrent_v2(w.context);
+    oo__spans_harvest(w.engine);
+    sim.cuCtxPopCurrent_v2(NULL);
+    unsigned known = 0;
+    for (unsigned i = 0; i < UNITS; i++) {
+        const double unit_s = oo_plan_seconds(w.engine->plan, w.unit[i]);
+        CHECK(unit_s < 100e-6, "unit %u takes %.6f s, and its read alone %.6f", i, unit_s,
+              (double)w.bytes[i] / 1e7);
+        known += unit_s > 0;
+    }
+    CHECK(known > UNITS / 2, "%u known", known);
     end(&w, "in virtual time");
     CHECK(sim.simSetDevice(0, &before) == 0, "no device");
 }
@@ -871,10 +882,14 @@ static void pieces_of_both_kinds_take_turns_on_the_link(void) {
         CHECK(memcmp((char *)to[i] + SMALL, (char *)oo_host_address(w.host) + BEFORE + i * bytes,
                      bytes - SMALL) == 0,
               "other bytes");
-    unsigned read = 0, streak = 0, longest = 0, between = 0;
+    unsigned read = 0, rows_read = 0, streak = 0, longest = 0, between = 0;
     for (uint64_t i = 0; i < sim.simTraceCount(); i++) {
         struct sim_trace_row row;
-        CHECK(sim.simTraceRow(i, &row) == 0 && row.kind == SIM_H2D, "no copy");
+        CHECK(sim.simTraceRow(i, &row) == 0, "no row");
+        rows_read += row.kind == SIM_READ;
+        if (row.kind == SIM_READ)
+            continue;
+        CHECK(row.kind == SIM_H2D, "no copy");
         const unsigned is_read = row.device_ptr < begin + bytes;
         read += is_read;
         streak = is_read ? 0 : streak + 1;
@@ -882,6 +897,7 @@ static void pieces_of_both_kinds_take_turns_on_the_link(void) {
             between += longest;
         longest = streak > longest ? streak : longest;
     }
+    CHECK(rows_read + 1 == read, "%u reads in the timeline, of %u pieces", rows_read, read);
     CHECK(read >= 12 && between > 0, "%u pieces were read, and no other between them", read);
     CHECK(longest < 12, "%u others one after the other", longest);
     CHECK(sim.simSwitch(SIM_TRACE_ON, 0) == 0, "trace");
