@@ -191,6 +191,56 @@ static void reads_take_the_time_of_the_disk(void) {
     CHECK(sim.simSetDevice(0, &before) == 0, "no device");
 }
 
+/* Two models, used in turns, have one row of reads: the disk does all of them one after the other,
+ * whichever model's they are, and never rests. */
+static void two_models_share_the_time_of_the_disk(void) {
+    struct sim_device before, device;
+    struct world w;
+    CHECK(sim.simGetDevice(0, &before) == 0, "no device");
+    device = before;
+    device.disk_gbps = 0.01;
+    device.disk_latency_s = 1e-4;
+    CHECK(sim.simSetDevice(0, &device) == 0, "no disk");
+    begin(&w, 100000);
+    struct world other = w;
+    need(oo_model_add(w.engine, &other.model), "another model");
+    for (unsigned i = 0; i < UNITS; i++) {
+        const struct oo_tensor tensor = {.host = w.master[i], .bytes = w.bytes[i]};
+        const uint32_t one = 1;
+        size_t offset;
+        need(oo_unit_add(w.engine, other.model, &tensor, &one, 1, 0, &other.unit[i],
+                         &other.member[i], &offset),
+             "unit");
+    }
+    CHECK(sim.simSwitch(SIM_TRACE_ON, 1) == 0 && sim.simTraceClear() == 0, "no trace");
+    for (int i = 0; i < 3; i++) {
+        need(step(&w), "step");
+        need(step(&other), "the other's step");
+    }
+    feeds_end(&w);
+    const uint64_t read = stats_of(&w).disk_read_bytes; /* of all models */
+    const double read_s = (double)read / 1e7;
+    const double seconds = sim.simNow();
+    CHECK(read > 6 * w.total, "one is not read");
+    CHECK(seconds >= read_s && seconds < 1.2 * read_s, "%.6f s, of reads %.6f", seconds, read_s);
+    double rows_s = 0, free_s = 0;
+    for (uint64_t i = 0; i < sim.simTraceCount(); i++) {
+        struct sim_trace_row row;
+        CHECK(sim.simTraceRow(i, &row) == 0, "no row");
+        if (row.kind != SIM_READ)
+            continue;
+        CHECK(row.start_s >= free_s - 1e-12,
+              "a read begins at %.9f s, and the disk is free at %.9f", row.start_s, free_s);
+        free_s = row.end_s;
+        rows_s += row.end_s - row.start_s;
+    }
+    CHECK(fabs(rows_s - read_s) < 0.1 * read_s, "%.6f s in the timeline, not %.6f", rows_s, read_s);
+    CHECK(sim.simSwitch(SIM_TRACE_ON, 0) == 0, "trace");
+    need(oo_model_remove(w.engine, other.model), "remove");
+    end(&w, "two models");
+    CHECK(sim.simSetDevice(0, &before) == 0, "no device");
+}
+
 /* The step in which the read fails says so; those after it are right. */
 static void fail_at(unsigned nth, int is_lasting, const char *said) {
     struct world w;
@@ -910,6 +960,7 @@ static void pieces_of_both_kinds_take_turns_on_the_link(void) {
 static const struct check_case cases[] = {
     CASE(what_is_in_a_file_is_read_from_it),
     CASE(reads_take_the_time_of_the_disk),
+    CASE(two_models_share_the_time_of_the_disk),
     CASE(whichever_read_fails_the_next_step_is_right),
     CASE(where_direct_reads_are_refused_the_cache_is_used),
     CASE(a_read_says_how_much_came),
