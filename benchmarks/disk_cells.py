@@ -5,9 +5,15 @@
 
 A cell is the engine as it is, over the simulated driver and its disk: true sizes, eight threads
 that read pieces of 2 MiB, copies that move no byte, kernels that take what `model_traces` says.
-What `attach` would have in memory is there; the rest is read each time it travels. Bytes are
-compared with the least, seconds with what disk, link or kernels take alone, whichever is longest,
-and with what `plan` adds up: forward and backward each take the longest of the three.
+What `attach` would have in memory is there; the rest is read each time it travels.
+
+Bytes are compared with the least. What stays in the arena from sweep to sweep leaves room for any
+unit that does not: a kernel needs all of it there. So sampling reads M - R - C and at least the
+largest unit of those in memory; training leaves that room to the next turn, and reads
+2 (M - R - C). Seconds are compared with the longest chain of intervals
+(`plans.interval_bound_s`), each the longest of what its reads, copies and kernels take, as the
+arena can hold no more ahead; and with what `plan` adds up: forward and backward each take the
+longest of the three.
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ CARD = "4090"
 MODELS = {("flux1", 1024): (8e9, 5e9), ("flux2", 1024): (24e9, 14e9)}
 DISKS_GBPS = (1.0, 3.5, 7.0)
 LATENCY_S = 100e-6  # of one read; assumed
+RING_BYTES = 8 * 2**21  # that the engine's threads read into
 ROUNDS = {"train": 4, "sample": 14}
 LAST = {"train": 2, "sample": 4}  # of the rounds, which are measured
 TIME_GOAL, BYTES_GOAL = 1.05, 1.02
@@ -154,6 +161,12 @@ def measure_trace(trace: Trace, phase: str, memory: int, arena: int, gbps: float
     forward_s = sum(one.seconds for one in visits if one.kind in (FORWARD, RECORDED))
     kernels_s = [forward_s, sum(one.seconds for one in visits) - forward_s][:sweeps]
     link_s, disk_s = missing / card.link_bps, (missing - held) / disk_bps
+    passes = [trace.unit_bytes[number] for number in in_memory] if phase == "sample" else []
+    least = sweeps * (missing - held) + max(passes, default=0)
+    left = set(range(len(trace.unit_bytes))) - in_memory
+    interval_s = plans.interval_bound_s(
+        trace.unit_bytes, visits, capacity, card.link_bps, disk=(left, disk_bps, RING_BYTES)
+    )
     return {
         "weights_bytes": trace.total_bytes,
         "memory_bytes": held,
@@ -162,10 +175,10 @@ def measure_trace(trace: Trace, phase: str, memory: int, arena: int, gbps: float
         "read_bytes": sum(one.nbytes for one in ours) / len(ours),
         "kernels_s": sum(kernels_s),
         "link_s": sweeps * link_s,
-        "disk_s": sweeps * disk_s,
-        "bound_s": max(sum(kernels_s), sweeps * link_s, sweeps * disk_s),
+        "disk_s": least / disk_bps,
+        "bound_s": max(interval_s, least / disk_bps),
         "plan_s": sum(max(one, link_s, disk_s) for one in kernels_s),
-        "least_bytes": sweeps * (missing - held),
+        "least_bytes": least,
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from model_traces import BACKWARD, RECOMPUTE, Trace, Visit
@@ -36,12 +36,15 @@ def interval_bound_s(
     capacity: float,
     link_bps: float,
     latency_s: float = 0.0,
+    disk: tuple[Collection[int], float, float] = ((), 1.0, 0.0),
 ) -> float:
     """Return seconds that no plan can beat, where each copy takes `latency_s` and its bytes' time.
 
     Between the begin of one visit and that of a later one, all their units but what the arena
     held at first have to be copied, and all their kernels have to run. A step takes the longest
-    chain of such intervals. The arena holds no more units than of the smallest.
+    chain of such intervals. The arena holds no more units than of the smallest. Of a `disk`, by
+    the units that are on it, its bytes a second and those of the ring that reads pass through,
+    these have to be read likewise.
     """
     import numpy as np
 
@@ -53,14 +56,19 @@ def interval_bound_s(
     earliest = np.zeros(n + 1)  # when visit i can begin
     last: dict[int, int] = {}
     seconds = 0.0
+    on_disk, disk_bps, ring_bytes = set(disk[0]), *disk[1:]
+    far = np.zeros(n)  # of `distinct`, what is on the disk
     for j, visit in enumerate(visits):
         before = last.get(visit.unit, -1)
         distinct[before + 1 : j + 1] += unit_bytes[visit.unit]
+        if visit.unit in on_disk:
+            far[before + 1 : j + 1] += unit_bytes[visit.unit]
         units[before + 1 : j + 1] += 1
         last[visit.unit] = j
         begun[j] = seconds
         copied = np.maximum(distinct[: j + 1] - capacity, 0) / link_bps
         copied += np.maximum(units[: j + 1] - held, 0) * latency_s
+        copied = np.maximum(copied, (far[: j + 1] - capacity - ring_bytes) / disk_bps)
         computed = seconds - begun[: j + 1]
         begins = float((earliest[: j + 1] + np.maximum(copied, computed)).max())
         seconds += visit.seconds

@@ -36,7 +36,7 @@ def test_a_step_takes_as_long_as_the_disk_does(phase: str, gbps: float) -> None:
     # Kernels take half of the disk's time: what the arena has at a turn is soon used.
     seconds = NBYTES / gbps / 1e9 / 6
     row = disk_cells.measure_trace(trace_of_blocks(seconds), phase, 60 * NBYTES, 80 * NBYTES, gbps)
-    assert row["bound_s"] == row["disk_s"] > 1.5 * row["kernels_s"]
+    assert 1 <= row["bound_s"] / row["disk_s"] <= 1.01 and row["disk_s"] > 1.5 * row["kernels_s"]
     assert 1 <= row["step_s"] / row["bound_s"] <= 1.05
     assert 1 <= row["read_bytes"] / row["least_bytes"] <= 1.02
     line = disk_cells.table([{"cell": ["alike", 1, phase, gbps], **row}])[-1]

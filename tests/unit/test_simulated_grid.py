@@ -49,6 +49,27 @@ def test_no_plan_is_faster_than_the_bound(latency_s):
     assert longer > 20 or not latency_s, "the bound is never more than without the latency"
 
 
+def test_a_disk_that_has_all_bounds_as_a_link_of_its_speed_does():
+    longer = 0
+    for seed in range(60):
+        unit_bytes, visits, capacity, link_bps = small_case(seed)
+        every = range(len(unit_bytes))
+        for disk_bps in (link_bps / 3, link_bps):
+            bound = plans.interval_bound_s(
+                unit_bytes, visits, capacity, link_bps, disk=(every, disk_bps, 0)
+            )
+            assert bound == plans.interval_bound_s(unit_bytes, visits, capacity, disk_bps)
+        slow = plans.interval_bound_s(
+            unit_bytes, visits, capacity, link_bps, disk=(every, link_bps / 3, 0)
+        )
+        none = plans.interval_bound_s(
+            unit_bytes, visits, capacity, link_bps, disk=((), link_bps / 3, 0)
+        )
+        assert none == plans.interval_bound_s(unit_bytes, visits, capacity, link_bps)
+        longer += slow > none
+    assert longer > 20, "the disk never sets the pace"
+
+
 def small_model(seed):
     """A few checkpointed blocks of a few units, alike in half of the models, and an arena."""
     drawn = random.Random(seed)
