@@ -12,7 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Inductor takes what the processor says it has, and compiles no program for each set of vector
-# instructions to find out: ten seconds, anew in each folder of its own.
+# instructions to find out: ten seconds, in each folder of its own.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
 # Or that of --device: then the client makes its tensors there, and the resident model is there.

@@ -1,4 +1,4 @@
-"""The loan to a module's own forward: turns, what stands in the places, what autograd keeps."""
+"""The loan to a module's own forward: turns, what is in the places, what autograd keeps."""
 
 from __future__ import annotations
 
