@@ -76,7 +76,7 @@ def move_residents(
     Shared tensors stay shared: a Parameter keeps its identity, a buffer that several modules hold
     is moved once. What a layer that was let go left among the masters in `pieces` leaves them. The
     heap keeps what small tensors leave: after each piece of it, it is given back to the system.
-    What a quantised layer keeps beside its tensors goes with them, and shares what it shared.
+    What a quantised layer keeps apart from its tensors goes with them, and shares what it shared.
     """
     modules = list(modules)
     left: list[int] = []  # bytes, since then
@@ -125,13 +125,13 @@ def move_residents(
 
 
 def _beside(module: nn.Module) -> list[tuple[Any, str, Tensor]]:
-    """Return what a quantised layer that is not managed keeps beside its tensors, and where."""
+    """Return what a quantised layer that is not managed keeps apart from its tensors, and where."""
     known = None if is_managed(module) else format_of(module)
     return list(tensors_beside(module, known.holders)) if known and known.holders else []
 
 
 def _same_memory(module: nn.Module, beside: Iterable[tuple[Any, str, Tensor]]) -> dict[int, str]:
-    """Return which Parameter has the memory of what is beside it, by the `id` of the latter."""
+    """Return which Parameter has the memory of what is apart from it, by the `id` of the latter."""
     found = {}
     for *_, tensor in beside:
         where = memory_of(tensor)

@@ -157,7 +157,7 @@ static void what_is_in_a_file_is_read_from_it(void) {
 }
 
 /* A device with a disk of its own in virtual time: what is read takes that, copies and kernels go
- * on meanwhile, and the bits are the same. What a forward waits for the disk counts for none of them. */
+ * on meanwhile, and the bits are the same. No wait for the disk is in a forward's seconds. */
 static void reads_take_the_time_of_the_disk(void) {
     struct sim_device before, device;
     struct world w;
