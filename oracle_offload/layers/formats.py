@@ -61,6 +61,17 @@ def format_of(module: nn.Module) -> Format | None:
     return _MADE_OF_TENSORS if is_wrapper(weight) and not is_left else None
 
 
+def holders_beside(module: nn.Module) -> frozenset[str]:
+    """Return the classes of objects in which tensors are apart from the weights, if any can be.
+
+    Of any module with a Parameter of bitsandbytes': an embedding, or a layer with a forward of its
+    own, is of no known format, and keeps the same.
+    """
+    kinds = set(map(type, module._parameters.values())) - _PLAIN
+    its_own = any(_is_of(base, "bitsandbytes") for kind in kinds for base in kind.__mro__)
+    return _HOLDERS if its_own else frozenset()
+
+
 def held_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that a module keeps in objects of its kernel, by path.
 
@@ -186,6 +197,8 @@ _BITSANDBYTES_4BIT = Format(
     frozenset({"bitsandbytes.functional.QuantState"}),
     settle=_settle_4bit,
 )
+_HOLDERS = _BITSANDBYTES_8BIT.holders | _BITSANDBYTES_4BIT.holders
+_PLAIN: set[type] = {nn.Parameter, type(None)}
 _GGUF = Format("GGUF")
 _QUANTO = Format("optimum-quanto")
 _OSTRIS = Format("AI-Toolkit's OstrisLinear", reads_input=True)

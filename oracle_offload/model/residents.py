@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..engine.devices import repoint
 from ..engine.geometry import copied_to, memory_of, stored_bytes, tensor_bytes
 from ..layers.flatten import tensors_beside
-from ..layers.formats import format_of
+from ..layers.formats import holders_beside
 from ..layers.managed import is_managed
 from ..layers.swap import apply_to_residents, list_weights, managed_keys, resident_tensors
 from . import masters
@@ -126,19 +126,25 @@ def move_residents(
 
 def _beside(module: nn.Module) -> list[tuple[Any, str, Tensor]]:
     """Return what a quantised layer that is not managed keeps apart from its tensors, and where."""
-    known = None if is_managed(module) else format_of(module)
-    return list(tensors_beside(module, known.holders)) if known and known.holders else []
+    holders = frozenset() if is_managed(module) else holders_beside(module)
+    return list(tensors_beside(module, holders)) if holders else []
 
 
 def _same_memory(module: nn.Module, beside: Iterable[tuple[Any, str, Tensor]]) -> dict[int, str]:
-    """Return which Parameter has the memory of what is apart from it, by the `id` of the latter."""
+    """Return which Parameter has the bytes of what is apart from it, by the latter's `id`."""
     found = {}
     for *_, tensor in beside:
         where = memory_of(tensor)
-        for key, parameter in module._parameters.items():
-            if parameter is not None and where[1] and memory_of(parameter) == where:
+        for key, other in module._parameters.items():
+            if other is None or not where[0] or memory_of(other) != where:
+                continue
+            if _geometry(other) == _geometry(tensor):
                 found[id(tensor)] = key
     return found
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _move_each(
@@ -176,7 +182,9 @@ def _move_each(
                     error,
                 )
             else:
-                now = nn.Parameter(there, requires_grad=False)
+                now = there  # a library's own `to` makes a Parameter of its class
+                if not isinstance(now, nn.Parameter):
+                    now = nn.Parameter(there, requires_grad=False)
                 module._parameters[key] = now
                 replaced[id(parameter)] = parameter, now
     for key, buffer in module._buffers.items():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 
+import bitsandbytes
 import pytest
 import quantised
 import sides
@@ -20,6 +22,7 @@ from oracle_offload.layers import quantised as quantised_module
 from oracle_offload.layers.flatten import plain_tensors
 from oracle_offload.layers.formats import format_of
 from oracle_offload.layers.linear import LinearLayer
+from oracle_offload.model.residents import move_residents
 from oracle_offload.model.selection import select
 
 X = torch.linspace(-2, 2, 2 * 5 * 64).sin().view(2, 5, 64).to(torch.bfloat16)
@@ -129,6 +132,48 @@ def test_a_layer_for_which_the_host_has_no_room_computes_on_the_device(name):
     with attached(managed, **options) as manager:
         assert 0 < len(quantised_layers(manager)) < 6
         assert_models_agree(managed, on_device(resident), step)
+
+
+class Another(bitsandbytes.nn.Linear8bitLt):
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "kind", [bitsandbytes.nn.Embedding8bit, Another], ids="{0.__name__}".format
+)
+def test_what_is_beside_a_weight_of_bitsandbytes_leaves_the_masters_in_any_layer(kind):
+    layer = kind(64, 64)
+    assert format_of(layer) is None
+    with attached(nn.Linear(64, 64), "cpu") as manager:
+        (master, *_) = manager.layers[0].tensors()
+        pieces, bits = manager.attachment.pieces, master.detach().view(torch.int8).view(-1)
+        data, statistics = bits[: 64 * 64].view(64, 64), bits[-4 * 64 :].view(torch.float32)
+        weight = bitsandbytes.nn.Int8Params(data, False, CB=data.view(64, 64), SCB=statistics)
+        weight.turned = data.t()  # in the same memory, and not the same
+        layer.weight = weight
+        expected = [tensor.clone() for tensor in (data, statistics, data.t())]
+        move_residents([layer], torch.device("cpu"), pieces)
+        assert layer.weight is weight and weight.CB.data_ptr() == weight.data_ptr()
+        found = [weight.data, weight.SCB, weight.turned]
+        assert pieces.at(data.data_ptr()) is not None
+        assert not any(pieces.at(tensor.data_ptr()) for tensor in found)
+        assert_same(found, expected)
+
+
+def test_a_held_weight_of_bitsandbytes_is_replaced_by_what_its_own_move_makes(monkeypatch):
+    """To the meta device: torch re-points no tensor of the host there, nor swaps what is held."""
+    monkeypatch.setattr(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)
+    layers = nn.ModuleList(bitsandbytes.nn.Embedding8bit(4, 4) for _ in range(2))
+    data = torch.ones(4, 4, dtype=torch.int8)
+    weight = bitsandbytes.nn.Int8Params(data, False, CB=data, SCB=torch.ones(4))
+    layers[0].weight = layers[1].weight = weight
+    held = weakref.ref(weight)
+    move_residents(layers.modules(), torch.device("meta"))
+    assert held() is weight and not weight.is_meta
+    now = layers[0].weight
+    assert layers[1].weight is now and type(now) is bitsandbytes.nn.Int8Params
+    assert now.is_meta and now.SCB.is_meta and not now.requires_grad
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -152,6 +152,14 @@ def test_what_several_modules_share_is_moved_once():
     assert one.weight.is_meta and other.bias.is_meta and one.nothing is None
 
 
+def test_a_sparse_buffer_and_a_sparse_parameter_move_too():
+    module = nn.Linear(2, 2)
+    module.register_buffer("table", torch.eye(2).to_sparse())
+    module.scale = nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False)
+    move_residents([module], torch.device("meta"))
+    assert module.table.is_meta and module.scale.is_meta and module.weight.is_meta
+
+
 @pytest.mark.parametrize(
     ("piece_bytes", "begin", "trims"),
     [(150, "cpu", 2), (100, "cpu", 3), (1000, "cpu", 1), (1, "meta", 0)],
