@@ -379,9 +379,10 @@ class SimGpu(devices.Simulated):
     def set_data(tensor: Tensor, data: Tensor) -> None:
         """As on any device; torch refuses ``.data =`` across types that it does not know.
 
-        It refuses to swap where weak references are, which follow the object here as there.
+        It refuses to swap where weak references are, which follow the object here as there. A
+        library's Parameter keeps its class.
         """
-        if type(tensor) is not torch.nn.Parameter:
+        if torch.nn.Parameter not in type(tensor).__mro__:
             torch.utils.swap_tensors(tensor, torch.nn.Parameter(data, tensor.requires_grad))
             return
         if tensor._use_count() > 1 + (tensor.grad_fn is None and tensor.requires_grad):
