@@ -586,6 +586,7 @@ int oo__feeds_run(const struct oo_engine *engine) {
 
 void oo__feeds_await(struct oo_engine *engine) {
     struct oo_feeder *feeder = &engine->feeder;
+    oo__pace_forget(engine); /* it would take as long as this wait */
     oo__mutex_lock(feeder->mutex);
     /* H10: pieces of a ring that goes may be taken. */
     while (feeder->n_running)

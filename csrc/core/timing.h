@@ -43,7 +43,7 @@ void oo__spans_free(struct oo_engine *engine);
 enum oo_status oo__pace_end(struct oo_engine *engine, OOCUstream stream);
 /* The current visit's kernels begin. */
 enum oo_status oo__pace_begin(struct oo_engine *engine, uint32_t unit, OOCUstream stream);
-/* The unit is gone, or the device. */
+/* The unit is gone, or the device; or the host waits in the middle of it. */
 void oo__pace_forget(struct oo_engine *engine);
 
 /* ---- rows of the timeline, while one is recorded ---- */

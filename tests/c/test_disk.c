@@ -418,8 +418,12 @@ static void what_has_a_place_is_read_once(void) {
               (unsigned long long)read, (unsigned long long)copied);
         CHECK(by_ring == (is_locked ? read : copied), "%llu bytes by the ring, %llu read",
               (unsigned long long)by_ring, (unsigned long long)read);
-        if (!is_locked) {
+        if (!is_locked) { /* in the middle of a forward: that takes time, which is no unit's */
+            for (unsigned i = 0; i < UNITS && !w.engine->pace.begin; i++)
+                need(use(&w, i, OO_FORWARD), "use");
+            CHECK(w.engine->pace.begin != NULL, "nothing is measured");
             need(oo_engine_unlock(w.engine, kept_in), "unlock");
+            CHECK(w.engine->pace.begin == NULL, "it takes what the lock does");
             need(oo_engine_lock(w.engine, kept_in, OO_ALL_BYTES), "lock");
         }
     }
