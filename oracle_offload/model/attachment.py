@@ -223,7 +223,7 @@ class Attachment:
 
     def during_forward(self) -> None:
         """Lock what has arrived: where no backward ever runs, nothing else does."""
-        if not self._is_left:
+        if not self._is_left and self.pieces.has_filled():
             self.pieces.lock_arrived(turned=False)
 
     def _grow_to_block(self) -> None:

@@ -320,6 +320,10 @@ class Room(Piece):
                 self._wanted += nbytes
                 offset += aligned(nbytes)
 
+    def is_full(self) -> bool:
+        """Whether all of it has arrived."""
+        return self.buffer.arrived == self._wanted
+
     def may_be_locked(self, turned: bool) -> bool:
         """Whether all of it has arrived, or between two turns nothing more has."""
         arrived, enough = self.buffer.arrived, {self._wanted}
@@ -508,15 +512,19 @@ class Pieces:
         self.add(room)
         self._filling.append(room)
 
+    def has_filled(self) -> bool:
+        """Whether all of a room has arrived that is not locked yet; this takes no lock."""
+        return any(room.is_full() for room in self._filling)
+
     def lock_arrived(self, turned: bool) -> None:
         """Lock the rooms that have filled, as far as the budget allows.
 
         Where a forward has just turned up after a backward, those too that the whole step between
         has brought nothing more of.
         """
-        if not self._filling:
-            return
         with self._state.lock:
+            if not self._filling:  # another thread has locked them, or detached the model
+                return
             for room in [room for room in self._filling if room.may_be_locked(turned)]:
                 self.budget.unlock(room)
                 others = [piece for piece in self.in_order() if piece is not room]

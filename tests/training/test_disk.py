@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import time
 from dataclasses import replace
 
@@ -211,6 +212,58 @@ def test_a_process_that_only_samples_locks_what_has_arrived(tmp_path):
         assert manager.state.engine.stats()["unlocked_h2d_bytes"] - unlocked == (
             read_bytes(manager) - read
         ), "what memory has goes through the ring"
+
+
+def test_a_forward_waits_for_no_lock_while_what_is_kept_arrives(tmp_path):
+    _, path = saved(tmp_path)
+    managed = without_values().requires_grad_(False)
+    with on_disk(managed, "cpu", path) as manager, torch.no_grad():
+        managed.blocks[0](torch.randn(3, WIDTH))
+        forward = threading.Thread(target=manager.attachment.during_forward, daemon=True)
+        with manager.state.lock:
+            forward.start()
+            forward.join(60)
+            assert not forward.is_alive()
+        assert stats_of(manager)["disk_arrived_bytes"] < stats_of(manager)["disk_kept_bytes"]
+
+
+class TakenBefore:
+    """A lock; another thread has it first, and calls something."""
+
+    def __init__(self, lock, call):
+        self._lock, self._call = lock, call
+
+    def __enter__(self):
+        call, self._call = self._call, None
+        if call is not None:
+            other = threading.Thread(target=call)
+            other.start()
+            other.join()
+        return self._lock.__enter__()
+
+    def __exit__(self, *raised):
+        return self._lock.__exit__(*raised)
+
+
+def test_what_two_forwards_find_at_once_is_locked_by_one(tmp_path, monkeypatch, caplog):
+    resident, path = saved(tmp_path)
+    managed = without_values().requires_grad_(False)
+    with on_disk(managed, "cpu", path) as manager, torch.no_grad():
+        state, attachment = manager.state, manager.attachment
+        state.pace.next_look = 1 << 60
+        x = torch.randn(3, WIDTH)
+        for _ in range(2):
+            assert_same(managed(x), resident(x))
+        assert stats_of(manager)["disk_arrived_bytes"] == stats_of(manager)["disk_kept_bytes"]
+        before = stats_of(manager)["locked_bytes"]
+        with monkeypatch.context() as patch, caplog.at_level("INFO", logger="oracle_offload"):
+            patch.setattr(state, "lock", TakenBefore(state.lock, attachment.during_forward))
+            attachment.during_forward()
+        assert [record.getMessage() for record in caplog.records].count(
+            f"{attachment.name}: the weights that memory has room for have arrived"
+        ) == 1
+        assert stats_of(manager)["locked_bytes"] > before
+        assert_same(managed(x), resident(x))
 
 
 def test_where_nothing_may_be_locked_it_arrives_too(device, tmp_path):
