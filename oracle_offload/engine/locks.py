@@ -18,8 +18,9 @@ turns from the outside in, so a thread may hold several; which code calls which 
 matter, so a turn is waited for with a limit. What a lock protects is changed under it. One look-up
 (``dict.get``, an attribute that holds a tuple, ``list(layers)``) needs no lock: the GIL makes it
 one step. The hot path, a loan, makes such look-ups alone and takes no lock but the mutex, and the
-turn where it lends to a module's own forward. Once what memory keeps of a file has arrived, one
-loan takes the device's to lock it: so a loan may begin only where that may be taken.
+turn where it lends to a module's own forward. Once what memory keeps of a file has arrived, or
+a sweep has brought no more of it, a loan takes the device's to lock it: so a loan may begin only
+where that may be taken.
 
 The GIL has no place in the order, because no thread waits with it: Python waits for a lock without
 it; the binding tries the mutex, and waits for it only after it has released the GIL; and the thread

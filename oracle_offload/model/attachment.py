@@ -120,6 +120,7 @@ class Attachment:
         self._lost_warning_shown = False
         self._left_codes_shown = False
         self._is_left = False
+        self._turned_at = state.pace.uses  # see `during_forward`
         self.model = state.engine.add_model()
         self.is_attached = True
         state.join(self)
@@ -223,8 +224,14 @@ class Attachment:
 
     def during_forward(self) -> None:
         """Lock what has arrived: where no backward ever runs, nothing else does."""
-        if not self._is_left and self.pieces.has_filled():
-            self.pieces.lock_arrived(turned=False)
+        if self._is_left:
+            return
+        # No backward divides sweeps: in twice as many uses as layers there is a whole one.
+        turned = self.state.pace.uses - self._turned_at > 2 * len(self.layers)
+        if turned:
+            self._turned_at = self.state.pace.uses
+        if self.pieces.waits_for(turned):
+            self.pieces.lock_arrived(turned)
 
     def _grow_to_block(self) -> None:
         engine = self.state.engine

@@ -512,15 +512,15 @@ class Pieces:
         self.add(room)
         self._filling.append(room)
 
-    def has_filled(self) -> bool:
-        """Whether all of a room has arrived that is not locked yet; this takes no lock."""
-        return any(room.is_full() for room in self._filling)
+    def waits_for(self, turned: bool) -> bool:
+        """Whether `lock_arrived` may find something to lock; this takes no lock."""
+        return any(turned or room.is_full() for room in self._filling)
 
     def lock_arrived(self, turned: bool) -> None:
         """Lock the rooms that have filled, as far as the budget allows.
 
-        Where a forward has just turned up after a backward, those too that the whole step between
-        has brought nothing more of.
+        Where a whole step or sweep has passed since this was `turned` last, those too that it has
+        brought nothing more of.
         """
         with self._state.lock:
             if not self._filling:  # another thread has locked them, or detached the model

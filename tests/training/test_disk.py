@@ -227,6 +227,20 @@ def test_a_forward_waits_for_no_lock_while_what_is_kept_arrives(tmp_path):
         assert stats_of(manager)["disk_arrived_bytes"] < stats_of(manager)["disk_kept_bytes"]
 
 
+def test_what_no_sample_needs_keeps_nothing_waiting(tmp_path):
+    resident, path = saved(tmp_path)
+    managed = without_values().requires_grad_(False)
+    with on_disk(managed, "cpu", path, ram_budget="1GiB") as manager, torch.no_grad():
+        locked = stats_of(manager)["locked_bytes"]
+        for _ in range(3 * DEPTH):
+            x = torch.randn(3, WIDTH)
+            for used in (0, 1, DEPTH - 1):
+                assert_same(managed.blocks[used](x), resident.blocks[used](x))
+        stats = stats_of(manager)
+        assert 0 < stats["disk_arrived_bytes"] < stats["disk_kept_bytes"]
+        assert stats["locked_bytes"] - locked >= stats["disk_kept_bytes"]
+
+
 class TakenBefore:
     """A lock; another thread has it first, and calls something."""
 
