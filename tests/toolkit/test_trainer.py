@@ -72,15 +72,23 @@ class Model:
         The layers of each part that must be managed at least.
     smaller : callable
         From the checkpoint's folder to what its classes are made to be: (owner, name, value).
-    unreached : int
-        The adapters whose `lora_B` no gradient reaches.
+    unreached : frozenset
+        The adapters whose `lora_B` must stay zero: what they compute goes nowhere.
+    constant : frozenset
+        Those whose `lora_B` may: no result depends on it, so its gradient is zero or rounding.
     """
 
     arch: str
     make: Callable
     managed: dict[str, int]
     smaller: Callable = as_it_is
-    unreached: int = 0
+    unreached: frozenset[str] = frozenset()
+    constant: frozenset[str] = frozenset()
+
+
+def of_blocks(blocks, *layers):
+    """Return the names of these layers in each of these blocks."""
+    return frozenset(f"transformer_blocks.{i}.{layer}" for i in blocks for layer in layers)
 
 
 WAN = {"WanTransformer3DModel": 20, "UMT5EncoderModel": 14}
@@ -90,7 +98,9 @@ MODELS = {
         "qwen_image",
         tiny.qwen_image,
         {"QwenImageTransformer2DModel": 30, "Qwen2_5_VLForConditionalGeneration": 14},
-        unreached=4,
+        unreached=of_blocks(
+            [1], "attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2"
+        ),
     ),
     "Z-Image": Model(
         "zimage", tiny.z_image, {"ZImageTransformer2DModel": 20, "Qwen3ForCausalLM": 21}
@@ -106,13 +116,22 @@ MODELS = {
         {"Flux2": 10, "Mistral3ForConditionalGeneration": 217},
         as_small_dev,
     ),
-    # A picture has one token of sound, whose attention to itself is constant; and what the last
-    # block tells the sound goes nowhere.
+    # What the last block tells the sound goes nowhere. And a picture has one token of sound: the
+    # softmax of an attention to it is 1, whatever queries and keys are.
     "LTX-2": Model(
         "ltx2",
         tiny.ltx2,
         {"LTX2VideoTransformer3DModel": 40, "Gemma3ForConditionalGeneration": 14},
-        unreached=8,
+        unreached=of_blocks(
+            [1],
+            *(f"video_to_audio_attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+            *("audio_ff.net.0.proj", "audio_ff.net.2"),
+        ),
+        constant=of_blocks(
+            [0, 1],
+            *("audio_attn1.to_q", "audio_attn1.to_k"),
+            *("audio_to_video_attn.to_q", "audio_to_video_attn.to_k"),
+        ),
     ),
 }
 
@@ -153,8 +172,15 @@ def train(subject, offloading, steps=4, name="", before_step=None, pictures=2, *
     last = {name: state for name, state in saved.items() if "_00000" not in name}
     assert last  # Wan 2.2 saves two, of its two transformers
     for state in last.values():
-        zero = [name for name, tensor in state.items() if "lora_B" in name and not tensor.any()]
-        assert any("lora_B" in name for name in state) and len(zero) <= subject.spec.unreached, zero
+        second = {name: tensor for name, tensor in state.items() if "lora_B" in name}
+        zero = {
+            name.removeprefix("diffusion_model.").removesuffix(".lora_B.weight")
+            for name, tensor in second.items()
+            if not tensor.any()
+        }
+        assert len(second) > len(zero)
+        unreached, constant = subject.spec.unreached, subject.spec.constant
+        assert unreached <= zero <= unreached | constant, zero ^ unreached
     return losses, previews, saved, attached
 
 
