@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 
@@ -24,3 +25,14 @@ def nothing_of_the_extension_stays_alive() -> Iterator[None]:
         gc.collect()  # a model that is only waiting to be collected
     left = {name: n - before.get(name, 0) for name, n in alive().items() if n > before.get(name, 0)}
     assert not left, f"still alive after the test: {left}"
+
+
+@pytest.fixture
+def alone() -> None:
+    """Leave a test that lets allocations fail to a process without xdist.
+
+    They fail for every thread. The one that brings xdist's worker its tests would end, and the
+    whole run with it.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("test_binding_module.py runs it in a process of its own")

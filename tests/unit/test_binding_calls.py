@@ -442,6 +442,7 @@ def asked_again(life: Life, name: str) -> tuple[Callable[[], Any], Callable[[], 
     return calls.get(name) or (int, ask(life, name))
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", NEED_MEMORY)
 def test_a_call_without_memory_for_its_answer_says_so_and_keeps_nothing(name: str) -> None:
     """Each allocation fails in turn; what is not given back shows where that is done again."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import _imp
 import gc
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -71,6 +73,29 @@ def test_a_second_module_has_types_of_its_own_and_goes_with_them() -> None:
     assert [sys.getrefcount(what) for what in KEPT] == before
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="they run in this process")
+def test_what_lets_allocations_fail_passes_in_a_process_of_its_own() -> None:
+    files = [
+        str(Path(__file__).with_name(f"test_binding_{name}.py")) for name in ("calls", "module")
+    ]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            "-k",
+            "without_memory",
+            *files,
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d\d passed", done.stdout), done.stdout
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_module_without_memory_for_what_it_holds_is_none_and_keeps_nothing() -> None:
     """Each allocation fails in turn."""
     testing = pytest.importorskip("_testcapi")
