@@ -170,6 +170,19 @@ def test_of_a_dear_test_each_device_has_the_first_case_and_of_a_long_one_three()
         assert marks(found, "ci") == 10
 
 
+def run_with_plugin(folder: Path, plugin: str, *options: str) -> None:
+    """Run the tests in a folder with one of our plugins."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", plugin, *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tools")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_each_test_is_written_down_with_its_first_tier(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
         "import pytest\n"
@@ -179,15 +192,7 @@ def test_each_test_is_written_down_with_its_first_tier(tmp_path: Path) -> None:
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    ci: a\n    slow: b\n")
     path = tmp_path / "tiers.json"
-    done = subprocess.run(
-        [*(sys.executable, "-m", "pytest", "-q", "-p", "tiers", f"--tiers={path}")],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tools")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_with_plugin(tmp_path, "tiers", f"--tiers={path}")
     found = json.loads(path.read_text(encoding="utf-8"))
     assert list(found.values()) == list(tiers.TIERS)
 
@@ -209,15 +214,7 @@ def test_a_bill_has_each_phase_of_each_test(tmp_path: Path) -> None:
     )
     for more in ([], ["-n", "2"]):
         path = tmp_path / f"bill{len(more)}.json"
-        done = subprocess.run(
-            [*(sys.executable, "-m", "pytest", "-q", "-p", "bill", "--bill", str(path)), *more],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "tools")},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_with_plugin(tmp_path, "bill", "--bill", str(path), *more)
         costs = bill.read([path])
         assert costs["test_costs.py"]["import"] >= 0.2 * (1 if not more else 2)
         assert costs["test_costs.py::test_set_up"]["set-up"] >= 0.3
