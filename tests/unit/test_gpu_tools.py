@@ -558,8 +558,8 @@ def test_the_whole_rehearsal_on_the_simulator(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert report["simulated"] is True and report["device"] == "simulated h200"
     assert report["commit"] == "abc123"
-    # What the processors did, two parts at a time, says how long it takes alone. Beside much other
-    # work the same takes them longer.
+    # What the processors did, two parts at a time, says how long it takes alone. With much other
+    # work at the same time it takes them longer.
     if all_s - report["processor_s"] < report["elapsed_s"] / 4:
         assert min(report["elapsed_s"], report["processor_s"] / 2) < 90
     assert len(report["conformance"]["rows"]) > 10
