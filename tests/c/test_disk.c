@@ -156,16 +156,22 @@ static void what_is_in_a_file_is_read_from_it(void) {
     end(&w, "from a file");
 }
 
-/* A device with a disk of its own in virtual time: what is read takes that, copies and kernels go
- * on meanwhile, and the bits are the same. No wait for the disk is in a forward's seconds. */
-static void reads_take_the_time_of_the_disk(void) {
+/* Return the device as it was before it had a slow disk of its own. */
+static struct sim_device give_disk(void) {
     struct sim_device before, device;
-    struct world w;
     CHECK(sim.simGetDevice(0, &before) == 0, "no device");
     device = before;
     device.disk_gbps = 0.01;
     device.disk_latency_s = 1e-4;
     CHECK(sim.simSetDevice(0, &device) == 0, "no disk");
+    return before;
+}
+
+/* A device with a disk of its own in virtual time: what is read takes that, copies and kernels go
+ * on meanwhile, and the bits are the same. No wait for the disk is in a forward's seconds. */
+static void reads_take_the_time_of_the_disk(void) {
+    const struct sim_device before = give_disk();
+    struct world w;
     begin(&w, 100000);
     for (int i = 0; i < 3; i++)
         need(step(&w), "step");
@@ -194,13 +200,8 @@ static void reads_take_the_time_of_the_disk(void) {
 /* Two models, used in turns, have one row of reads: the disk does all of them one after the other,
  * whichever model's they are, and never rests. */
 static void two_models_share_the_time_of_the_disk(void) {
-    struct sim_device before, device;
+    const struct sim_device before = give_disk();
     struct world w;
-    CHECK(sim.simGetDevice(0, &before) == 0, "no device");
-    device = before;
-    device.disk_gbps = 0.01;
-    device.disk_latency_s = 1e-4;
-    CHECK(sim.simSetDevice(0, &device) == 0, "no disk");
     begin(&w, 100000);
     struct world other = w;
     need(oo_model_add(w.engine, &other.model), "another model");
