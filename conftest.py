@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [
         item
         for item in items
-        if (not _runs_on(item, only) if only else _device_of(item) == "simgpu")
+        if (not _runs_on(item, only) if only else skip_lists.device_of(item) == "simgpu")
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
@@ -84,14 +84,9 @@ def pytest_collection_finish() -> None:
 
 def _runs_on(item: pytest.Item, device: str) -> bool:
     """Whether a test runs on that device: of clients those do on a card, too, that take none."""
-    if device == "cuda" and _device_of(item) is None:
+    if device == "cuda" and skip_lists.device_of(item) is None:
         return item.path.parent.name in ("clients", "toolkit")
-    return _device_of(item) == device
-
-
-def _device_of(item: pytest.Item) -> object:
-    callspec = getattr(item, "callspec", None)
-    return callspec.params.get("device") if callspec else None
+    return skip_lists.device_of(item) == device
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+def device_of(item: pytest.Item) -> object:
+    """Return the device that a test is given; None where it is given none."""
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("device") if callspec else None
+
+
 def skip_listed(items: Iterable[pytest.Item], path: Path) -> None:
     """Skip what the list names."""
     items = list(items)

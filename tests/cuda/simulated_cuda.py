@@ -117,4 +117,6 @@ def nothing_races_on_the_card() -> Generator[None, None, None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what needs a GPU all the same; of another device the list names no test."""
     if before_torch.ON and config.getoption("--device") in (None, "cuda"):
-        skip_lists.skip_listed(items, SKIPS)
+        skip_lists.skip_listed(
+            [one for one in items if skip_lists.device_of(one) in (None, "cuda")], SKIPS
+        )

@@ -59,7 +59,9 @@ def test_clipping_is_the_resident_one_and_norms_are_read_as_gradients_leave(devi
             assert_same(*(total.cpu() for total in totals), "norms")
             assert_same(*(gradients(model) for model in models), "gradients")
             # The first call tells which norms are wanted.
-            assert (brought, waits) == ((MANAGED, 1) if number == 0 else (0, 0))
+            assert brought == (MANAGED if number == 0 else 0)
+            # torch's own calls let time pass on a card: the gradients may be there already.
+            assert waits == (number == 0) or (device == "cuda" and waits == 0)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
