@@ -8,6 +8,7 @@ card. It ends with 0 where all is equal and nothing was reported, and else says 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import oracle_offload
-from oracle_offload.train import stream_optimizer
+from oracle_offload.train import offload_activations, stream_optimizer
 
 WIDTH = 256
 SCHEDULES = (("TIMED", 0), ("RANDOM", 7), ("DELAYED", 41))
@@ -33,7 +34,11 @@ WAYS: tuple[dict[str, object], ...] = (
     dict(trains=False, options=dict(offload_percent=1.0), from_card=True),
     dict(trains=False, options=dict(offload_percent=1.0), rewritten=True),
     dict(trains=True, options=dict(offload_percent=0.5), stepped=True),
+    dict(trains=True, options=dict(offload_percent=0.5), leaving=True),
+    dict(trains=False, options=dict(offload_percent=1.0), resized=True),
+    dict(trains=False, options=dict(offload_percent=1.0), sampled=True),
 )
+SMALL_BYTES = 800_000  # of an arena for two layers
 
 
 class Seen(Exception):
@@ -51,10 +56,13 @@ def chain(trains: bool, coded: bool, width: int) -> nn.Sequential:
 
 
 def step(
-    model: nn.Sequential, x: torch.Tensor, optimizer: torch.optim.Optimizer | None
+    model: nn.Sequential,
+    x: torch.Tensor,
+    optimizer: torch.optim.Optimizer | None,
+    checkpoints: bool = True,
 ) -> list[torch.Tensor]:
     given = x.clone().requires_grad_()
-    y = checkpoint_sequential(model, 4, given, use_reentrant=False)
+    y = checkpoint_sequential(model, 4, given, use_reentrant=False) if checkpoints else model(given)
     y.square().mean().backward()
     found = [y.detach(), given.grad]
     torch.cuda.synchronize()
@@ -63,6 +71,19 @@ def step(
         optimizer.step()
     model.zero_grad(set_to_none=True)
     return [value.cpu().clone() for value in found]
+
+
+def sample(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    """Return what two streams compute at the same time."""
+    streams, found = [torch.cuda.Stream() for _ in range(2)], []
+    with torch.no_grad():
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                found += [model(x), model[:8](x)]
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
+    return [value.cpu() for value in found]
 
 
 def judge(what: str) -> None:
@@ -91,10 +112,18 @@ def train(trains: bool, options: dict[str, object], width: int = WIDTH, **how: b
     if how.get("stepped"):  # where the weights are, on the card
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, resident)]
         stream_optimizer(optimizers[0])
+    offload = offload_activations(model, least=1024) if how.get("leaving") else None
     for index in range(3):
         torch.manual_seed(index)
         x = torch.randn(16, width, device="cuda").to(model[0].weight.dtype)
-        made = (step(m, x, o) for m, o in zip((model, resident), optimizers, strict=True))
+        with contextlib.ExitStack() as budget:
+            if how.get("resized") and index == 1:
+                budget.enter_context(manager.set_budget(vram_budget=SMALL_BYTES))
+                fill(3)
+            both = zip((model, resident), optimizers, strict=True)
+            made = [step(m, x, o, offload is None) for m, o in both]
+            if how.get("sampled"):
+                made = [sample(m, x) for m in (model, resident)]
         for one, other in zip(*made, strict=True):
             if not torch.equal(one, other):
                 raise Seen(f"step {index} has other bits")
@@ -106,6 +135,10 @@ def train(trains: bool, options: dict[str, object], width: int = WIDTH, **how: b
         judge(f"step {index}")
     if how.get("coded") and not manager.state.engine.stats()["decoded_bytes"]:
         raise RuntimeError("nothing was decoded on the card")
+    if offload is not None:
+        if not offload.counts.left_bytes:
+            raise RuntimeError("no activation has left the card")
+        offload.remove()
     manager.detach()
     fill(2)
     judge("detach")
