@@ -196,18 +196,18 @@ static const char *oo__kept_bytes(const struct oo_kept *kept, const char *master
     return kept->place + (masters - kept->masters);
 }
 
-/* Keep what was read, each page once: two units may have the same masters. Of a page that is here
- * in part the rest is not known: it is not kept. `read` NULL: no one wants the bytes. */
+/* Keep what was read, each page once: two units may have the same masters, and two chunks a page.
+ * All of their pages is here. `read` NULL: no one wants the bytes. */
 static void oo__keep(struct oo_kept *kept, const char *masters, size_t bytes, const char *read) {
     const size_t page_bytes = oo__page_bytes();
     const char *const first = kept->masters, *const last = first + kept->bytes;
-    for (const char *begin = masters, *end; begin < masters + bytes; begin = end) {
+    const char *begin = masters - oo__disk_skew(masters);
+    if (begin < first)
+        begin = first;
+    for (const char *end; begin < masters + bytes; begin = end) {
         end = begin + (page_bytes - oo__disk_skew(begin));
         if (end > last)
             end = last;
-        const int is_whole = begin == first || oo__disk_skew(begin) == 0;
-        if (!is_whole || end > masters + bytes)
-            continue;
         unsigned char state = OO_IN_FILE;
         _Atomic unsigned char *page = &kept->pages[oo__kept_page(kept, begin)];
         if (!atomic_compare_exchange_strong(page, &state, OO_COMES))

@@ -47,14 +47,23 @@ static void oo__queue_put(struct oo_feeder *feeder, struct oo_feed *feed, int ur
     feeder->n_running++;
 }
 
+/* Then one thread does all of the part: what decodes it comes after all of its bytes. */
+static int oo__is_decoded(const struct oo_part *part) {
+    return part->header.mode == OO_CODEC_TIERS;
+}
+
 /* The feed to go on with; NULL: none. One that is measured runs alone, so that its time is its own,
  * and no later one begins before it. Few threads at a time copy what is near, so that the others go
- * on reading. */
-static struct oo_feed *oo__queue_next(const struct oo_feeder *feeder) {
+ * on reading. None begins a chunk that staging memory has no piece for: it would only wait. */
+static struct oo_feed *oo__queue_next(const struct oo_engine *engine) {
+    const struct oo_feeder *feeder = &engine->feeder;
     int passed = 0;
     for (struct oo_feed *feed = feeder->first; feed; feed = feed->next) {
         const int may_begin = !passed && !feeder->measures && (!feed->begin || !feeder->n_begun);
+        const struct oo_part *part = &feed->parts[feed->part];
         if (feed->is_near && feeder->n_near >= OO_NEAR_THREADS)
+            continue;
+        if (oo__is_decoded(part) && !oo__piece_is_free(&engine->decoder, part->bytes))
             continue;
         if (feed->begun || may_begin)
             return feed;
@@ -75,13 +84,14 @@ struct oo_piece {
     int staged; /* by way of the ring's piece `slot` */
     int begins; /* a part of the unit */
     unsigned slot;
+    struct oo_staging_piece *room; /* of a chunk: all of it is copied there, and decoded */
 };
 
 /* What a piece took. */
 struct oo_costs {
     uint64_t waits, recoveries; /* for the device; of those, how many a failure made necessary */
     uint64_t disk_bytes, disk_nanoseconds;
-    int from_locked; /* the device reads the bytes where they are kept */
+    uint64_t locked_bytes; /* that the device reads where they are kept */
 };
 
 /* There are no more threads than pieces of the ring, and each takes one at a time. */
@@ -91,11 +101,6 @@ static unsigned oo__take_slot(struct oo_ring *ring) {
     const unsigned slot = ring->next++ % OO_RING_PIECES;
     ring->taken[slot] = 1;
     return slot;
-}
-
-/* Then one thread does all of the part: what decodes it comes after all of its bytes. */
-static int oo__is_decoded(const struct oo_part *part) {
-    return part->header.mode == OO_CODEC_TIERS;
 }
 
 /* The most bytes of a piece: a ring's, or what is read from a file in one go, of whole pages. */
@@ -120,7 +125,9 @@ static struct oo_piece oo__take_piece(struct oo_engine *engine, struct oo_feed *
                              .begins = feed->offset == 0};
     if (piece.staged)
         piece.slot = oo__take_slot(ring);
-    const size_t most = oo__most_of(ring, &piece);
+    if (oo__is_decoded(part))
+        piece.room = oo__piece_next(&engine->decoder, part->bytes);
+    const size_t most = piece.room ? SIZE_MAX : oo__most_of(ring, &piece);
     if (piece.bytes > most)
         piece.bytes = most;
     feed->offset += piece.bytes;
@@ -170,7 +177,8 @@ static const char *oo__piece_bring(const struct oo_engine *engine, const struct 
         costs->disk_nanoseconds += oo__nanoseconds() - begin;
         costs->disk_bytes += bytes ? piece->bytes : 0;
     }
-    costs->from_locked = bytes && bytes != room && !is_read;
+    if (bytes && !is_read && (bytes < room || bytes >= room + piece->bytes))
+        costs->locked_bytes += piece->bytes;
     return bytes;
 }
 
@@ -238,37 +246,50 @@ static int oo__copy_step(struct oo_engine *engine, struct oo_piece *step,
     return works;
 }
 
-/* A chunk that is not locked: by the ring into staging memory, and from there by a kernel. */
+static int oo__copy_directly(struct oo_engine *engine, const struct oo_piece *piece,
+                             struct oo_failure *failure, struct oo_costs *costs) {
+    return oo__disk_of(piece->part) ? oo__copy_read(engine, piece, failure, costs)
+                                    : oo__copy_as_it_is(engine, piece, failure, costs);
+}
+
+/* A chunk: into staging memory, by the ring unless it is locked, and from there by a kernel. */
 static int oo__copy_chunk(struct oo_engine *engine, const struct oo_piece *piece,
                           struct oo_failure *failure, struct oo_costs *costs) {
     const struct oo_ring *ring = &engine->up;
-    struct oo_staging_piece *room = oo__piece_take(engine, piece->part, failure);
-    if (!room)
+    if (!oo__piece_await(engine, piece->room, failure))
         return 0;
-    const size_t most = ring->base ? ring->piece_bytes : piece->bytes;
+    if (piece->locked)
+        return oo__piece_pass(engine, piece->part, piece->target, piece->room, &oo__untimed,
+                              failure);
     int works = 1;
-    for (size_t done = 0; works && done < piece->bytes; done += most) {
-        struct oo_piece step = {.host = piece->host + done, .target = room->address + done};
-        step.bytes = piece->bytes - done < most ? piece->bytes - done : most;
-        works = ring->base ? oo__copy_step(engine, &step, failure, costs)
-                           : oo__copy_as_it_is(engine, &step, failure, costs);
+    for (size_t done = 0; works && done < piece->bytes;) {
+        struct oo_piece step = {.part = piece->part,
+                                .host = piece->host + done,
+                                .target = piece->room->address + done,
+                                .bytes = piece->bytes - done,
+                                .staged = ring->base != NULL};
+        const size_t most = oo__most_of(ring, &step);
+        if (step.bytes > most)
+            step.bytes = most;
+        done += step.bytes;
+        works = step.staged ? oo__copy_step(engine, &step, failure, costs)
+                            : oo__copy_directly(engine, &step, failure, costs);
     }
-    works =
-        works && oo__piece_decode(engine, piece->part, piece->target, room, &oo__untimed, failure);
-    oo__piece_give(engine, room);
-    return works;
+    return works &&
+           oo__piece_decode(engine, piece->part, piece->target, piece->room, &oo__untimed, failure);
 }
 
 static int oo__copy_piece(struct oo_engine *engine, const struct oo_piece *piece,
                           struct oo_failure *failure, struct oo_costs *costs) {
+    if (piece->room) {
+        const int works = oo__copy_chunk(engine, piece, failure, costs);
+        oo__piece_give(engine, piece->room);
+        return works;
+    }
     if (piece->locked || !piece->bytes) /* nothing of it passes through the host's hands */
         return oo__part_send(engine, piece->part, piece->target, &oo__untimed, failure);
-    if (oo__is_decoded(piece->part))
-        return oo__copy_chunk(engine, piece, failure, costs);
-    if (piece->staged)
-        return oo__copy_staged(engine, piece, failure, costs);
-    return oo__disk_of(piece->part) ? oo__copy_read(engine, piece, failure, costs)
-                                    : oo__copy_as_it_is(engine, piece, failure, costs);
+    return piece->staged ? oo__copy_staged(engine, piece, failure, costs)
+                         : oo__copy_directly(engine, piece, failure, costs);
 }
 
 /* Feeds overlap, and one may overtake another: what is counted is the time in which any thread
@@ -347,7 +368,7 @@ static void oo__feed_on(struct oo_engine *engine, struct oo_feed *feed, int *ent
         feed->disk_nanoseconds += costs.disk_nanoseconds;
         feed->copies += works && piece.begins && piece.bytes;
         feed->bytes += works ? piece.bytes : 0;
-        feed->unlocked_bytes += works && !piece.locked && !costs.from_locked ? piece.bytes : 0;
+        feed->unlocked_bytes += works && !piece.locked ? piece.bytes - costs.locked_bytes : 0;
         feed->decodes += works && oo__is_decoded(piece.part);
         feed->decoded_bytes += works ? oo__decoded_bytes(piece.part) : 0;
     }
@@ -368,7 +389,7 @@ static void oo__feeder_run(void *argument) {
     struct oo_binding *binding = oo__thread_bind(engine->sys, engine->numa_node);
     oo__mutex_lock(feeder->mutex);
     while (own->number < feeder->n_wanted) {
-        struct oo_feed *feed = oo__queue_next(feeder);
+        struct oo_feed *feed = oo__queue_next(engine);
         if (feed)
             oo__feed_on(engine, feed, &entered);
         else
@@ -509,21 +530,27 @@ static void oo__feed_count(struct oo_engine *engine, uint32_t id) {
     feed->open = !feed->arrives;
 }
 
-/* Wait until a copy thread has done something, perhaps. Under the feeder's mutex. In virtual time
- * all of them are waited for that have or find something to do, so that nothing is queued late;
- * then it passes, unless one has ended `feed` meanwhile (NULL: any). */
-static void oo__feeder_wait(struct oo_engine *engine, const struct oo_feed *feed) {
+int oo__feeder_settle(struct oo_engine *engine) {
     struct oo_feeder *feeder = &engine->feeder;
-    const unsigned busy = oo__queue_next(feeder) ? feeder->n_threads : feeder->n_active;
+    const unsigned busy = oo__queue_next(engine) ? feeder->n_threads : feeder->n_active;
     oo__mutex_unlock(feeder->mutex);
     const int all = oo__simulated_readers(engine, busy);
     oo__mutex_lock(feeder->mutex);
-    if (feed ? !feed->running : !feeder->n_running)
-        return;
+    return all;
+}
+
+void oo__feeder_rest(struct oo_engine *engine, int all) {
     if (all < 0)
-        oo__mutex_wait(feeder->mutex, oo__clock_s() + oo__idle_s);
+        oo__mutex_wait(engine->feeder.mutex, oo__clock_s() + oo__idle_s);
     else if (all)
         oo__simulated_pass(engine);
+}
+
+/* Wait until a copy thread has done something, perhaps: `feed` ended (NULL: all that run). */
+static void oo__feeder_wait(struct oo_engine *engine, const struct oo_feed *feed) {
+    const int all = oo__feeder_settle(engine);
+    if (feed ? feed->running : engine->feeder.n_running != 0)
+        oo__feeder_rest(engine, all);
 }
 
 enum oo_status oo__feed_await(struct oo_engine *engine, uint32_t id) {

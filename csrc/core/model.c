@@ -117,12 +117,18 @@ struct oo_parts_made {
 
 /* Tensors in a row travel as one copy when the host layout equals the device layout, and nothing
  * has left the unit between them. */
+/* Where memory keeps them once they are read from a file; NULL: nowhere. */
+static struct oo_kept *oo__kept_of(const struct oo_known *memory, const char *masters,
+                                   size_t bytes) {
+    const struct oo_disk *disk = memory ? memory->host->disk : NULL;
+    return disk && bytes ? oo__kept_at(disk, masters, bytes) : NULL;
+}
+
 static void oo__part_of_plain(const struct oo_engine *engine, const struct oo_member_tensor *tensor,
                               struct oo_parts_made *made) {
     const struct oo_known *memory = oo__known_memory(engine, tensor->host, tensor->bytes);
     const int locked = oo__is_locked(memory, tensor->host, tensor->bytes);
-    const struct oo_disk *disk = memory ? memory->host->disk : NULL;
-    struct oo_kept *kept = disk ? oo__kept_at(disk, tensor->host, tensor->bytes) : NULL;
+    struct oo_kept *kept = oo__kept_of(memory, tensor->host, tensor->bytes);
     struct oo_part *last = made->parts && made->count ? &made->parts[made->count - 1] : NULL;
     if (last && memory && last->memory == memory && last->locked == locked && !last->header.mode &&
         !last->kept && !kept && tensor->offset == oo__align(last->offset + last->bytes) &&
@@ -177,6 +183,7 @@ static enum oo_status oo__parts_of_coded(const struct oo_engine *engine,
                                  .bytes = bytes - skipped,
                                  .offset = tensor->offset + decoded,
                                  .memory = memory,
+                                 .kept = oo__kept_of(memory, chunk + skipped, bytes - skipped),
                                  .locked = oo__is_locked(memory, chunk, bytes),
                                  .header = header};
         made->count++;

@@ -9,6 +9,7 @@
 #include "staging.h"
 #include "../base/os.h"
 #include "call.h"
+#include "disk.h"
 #include "feed.h"
 #include "kernels.h"
 #include "simulated.h"
@@ -16,8 +17,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-
-static const double oo__idle_s = 3600; /* a thread that waits is woken; a clock needs an end */
 
 int oo__works(struct oo_failure *failure, const char *call, OOCUresult result) {
     if (result != OOCU_SUCCESS)
@@ -41,7 +40,8 @@ static enum oo_status oo__part_check(const struct oo_engine *engine, uint32_t id
     const char *chunk = part->host - skipped;
     if (part->header.mode == 0)
         return OO_OK;
-    if (memcmp(chunk, &part->header, sizeof part->header) != 0)
+    /* Of a file the state is compared after each read: looking at its bytes here reads them. */
+    if (!oo__disk_of(part) && memcmp(chunk, &part->header, sizeof part->header) != 0)
         return oo__fail(OO_E_STATE,
                         "a coded master of unit %u is damaged: the header of its chunk at %p is "
                         "not what it was when the unit was added; coded weights cannot be "
@@ -83,15 +83,24 @@ done:
 
 /* ---- one part ---- */
 
-/* The first free piece that is large enough, out of the row: the one that was used longest ago. */
-static struct oo_staging_piece *oo__piece_next(struct oo_decoder *decoder, size_t bytes) {
-    struct oo_staging_piece **link = &decoder->free_first;
+/* Where the first free piece that is large enough is linked: the one that was used longest ago. */
+static struct oo_staging_piece **oo__piece_link(struct oo_staging_piece **link, size_t bytes) {
     while (*link && (*link)->bytes < bytes)
         link = &(*link)->next;
+    return link;
+}
+
+struct oo_staging_piece *oo__piece_next(struct oo_decoder *decoder, size_t bytes) {
+    struct oo_staging_piece **link = oo__piece_link(&decoder->free_first, bytes);
     struct oo_staging_piece *piece = *link;
     if (piece)
         *link = piece->next;
     return piece;
+}
+
+int oo__piece_is_free(const struct oo_decoder *decoder, size_t bytes) {
+    struct oo_staging_piece *first = decoder->free_first;
+    return *oo__piece_link(&first, bytes) != NULL;
 }
 
 /* Back into the row, as its last. */
@@ -110,22 +119,30 @@ void oo__piece_give(struct oo_engine *engine, struct oo_staging_piece *piece) {
     oo__mutex_unlock(engine->feeder.mutex);
 }
 
+int oo__piece_await(struct oo_engine *engine, struct oo_staging_piece *piece,
+                    struct oo_failure *failure) {
+    /* H12: a kernel may still decode what the piece held. Where its end could not be marked it is
+     * marked now, behind whatever has been queued since. */
+    return (!piece->lost || oo__works(failure, "cuEventRecord",
+                                      engine->driver.cuEventRecord(piece->decoded->handle,
+                                                                   engine->decoder.stream))) &&
+           oo__works(failure, "cuStreamWaitEvent",
+                     engine->driver.cuStreamWaitEvent(engine->h2d, piece->decoded->handle, 0));
+}
+
 struct oo_staging_piece *oo__piece_take(struct oo_engine *engine, const struct oo_part *part,
                                         struct oo_failure *failure) {
     struct oo_staging_piece *piece;
     oo__mutex_lock(engine->feeder.mutex);
     /* There is one that is large enough: oo__coded_check has seen it, and it goes only when
      * nothing is fed. */
-    while (!(piece = oo__piece_next(&engine->decoder, part->bytes)))
-        oo__mutex_wait(engine->feeder.mutex, oo__clock_s() + oo__idle_s);
+    while (!(piece = oo__piece_next(&engine->decoder, part->bytes))) {
+        const int all = oo__feeder_settle(engine);
+        if (!oo__piece_is_free(&engine->decoder, part->bytes))
+            oo__feeder_rest(engine, all);
+    }
     oo__mutex_unlock(engine->feeder.mutex);
-    /* H12: a kernel may still decode what the piece held. Where its end could not be marked it is
-     * marked now, behind whatever has been queued since. */
-    if ((!piece->lost ||
-         oo__works(failure, "cuEventRecord",
-                   engine->driver.cuEventRecord(piece->decoded->handle, engine->decoder.stream))) &&
-        oo__works(failure, "cuStreamWaitEvent",
-                  engine->driver.cuStreamWaitEvent(engine->h2d, piece->decoded->handle, 0)))
+    if (oo__piece_await(engine, piece, failure))
         return piece;
     oo__piece_give(engine, piece);
     return NULL;
@@ -185,27 +202,33 @@ static int oo__part_fill(struct oo_engine *engine, const struct oo_part *part, u
             target, value, (header->count + (wide ? 1 : 3)) / (wide ? 2 : 4), engine->h2d));
 }
 
+static int oo__part_copy(struct oo_engine *engine, const struct oo_part *part, uintptr_t target,
+                         const struct oo_part_times *times, struct oo_failure *failure) {
+    return oo__time_record(engine, times->copy_begin, engine->h2d, failure) &&
+           oo__works(
+               failure, "cuMemcpyHtoDAsync",
+               engine->driver.cuMemcpyHtoDAsync(target, part->host, part->bytes, engine->h2d)) &&
+           oo__time_record(engine, times->copy_end, engine->h2d, failure);
+}
+
+int oo__piece_pass(struct oo_engine *engine, const struct oo_part *part, uintptr_t target,
+                   struct oo_staging_piece *piece, const struct oo_part_times *times,
+                   struct oo_failure *failure) {
+    return oo__part_copy(engine, part, piece->address, times, failure) &&
+           oo__piece_decode(engine, part, target, piece, times, failure);
+}
+
 int oo__part_send(struct oo_engine *engine, const struct oo_part *part, uintptr_t target,
                   const struct oo_part_times *times, struct oo_failure *failure) {
-    struct oo_staging_piece *piece = NULL;
-    uintptr_t to = target;
     if (part->header.mode == OO_CODEC_CONST)
         return oo__part_fill(engine, part, target, failure);
-    if (part->header.mode == OO_CODEC_TIERS) {
-        piece = oo__piece_take(engine, part, failure);
-        if (!piece)
-            return 0;
-        to = piece->address;
-    }
-    int works =
-        oo__time_record(engine, times->copy_begin, engine->h2d, failure) &&
-        oo__works(failure, "cuMemcpyHtoDAsync",
-                  engine->driver.cuMemcpyHtoDAsync(to, part->host, part->bytes, engine->h2d)) &&
-        oo__time_record(engine, times->copy_end, engine->h2d, failure);
-    if (piece) {
-        works = works && oo__piece_decode(engine, part, target, piece, times, failure);
-        oo__piece_give(engine, piece);
-    }
+    if (part->header.mode != OO_CODEC_TIERS)
+        return oo__part_copy(engine, part, target, times, failure);
+    struct oo_staging_piece *piece = oo__piece_take(engine, part, failure);
+    if (!piece)
+        return 0;
+    const int works = oo__piece_pass(engine, part, target, piece, times, failure);
+    oo__piece_give(engine, piece);
     return works;
 }
 

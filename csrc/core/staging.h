@@ -25,13 +25,24 @@ struct oo_part_times {
 };
 
 /* Queue the copy of a locked part, or of a part of one weight, which is not measured, and what
- * decodes it. */
+ * decodes it. It may wait for a piece of staging memory. */
 int oo__part_send(struct oo_engine *engine, const struct oo_part *part, uintptr_t target,
                   const struct oo_part_times *times, struct oo_failure *failure);
-/* A piece of staging memory for a coded part, whose bytes may be written over by what is queued on
- * the h2d stream next. It may wait for other threads to give theirs back. NULL: `failure`. */
+/* A piece of staging memory for a coded part, out of the row of free ones; NULL: there is none so
+ * large. Under the feeder's mutex. */
+struct oo_staging_piece *oo__piece_next(struct oo_decoder *decoder, size_t bytes);
+/* Whether there is one. Under the feeder's mutex. */
+int oo__piece_is_free(const struct oo_decoder *decoder, size_t bytes);
+/* Order the h2d stream so that what is queued on it next may write over the piece's bytes. */
+int oo__piece_await(struct oo_engine *engine, struct oo_staging_piece *piece,
+                    struct oo_failure *failure);
+/* All of this; it may wait for other threads to give theirs back. NULL: `failure`. */
 struct oo_staging_piece *oo__piece_take(struct oo_engine *engine, const struct oo_part *part,
                                         struct oo_failure *failure);
+/* Queue the copy of a locked part to the piece, and what decodes it. */
+int oo__piece_pass(struct oo_engine *engine, const struct oo_part *part, uintptr_t target,
+                   struct oo_staging_piece *piece, const struct oo_part_times *times,
+                   struct oo_failure *failure);
 /* The part's bytes are queued: decode them to `target` when they have come. */
 int oo__piece_decode(struct oo_engine *engine, const struct oo_part *part, uintptr_t target,
                      struct oo_staging_piece *piece, const struct oo_part_times *times,

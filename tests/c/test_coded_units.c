@@ -1,12 +1,18 @@
 /* Coded masters: what a kernel reads of them is the weights, bit for bit, whatever their kind, mode
  * and memory; what crosses the link is their code; damage is an error. */
-#define fill draw_weights /* world.h has another one */
+#define _GNU_SOURCE              /* mkstemp */
+#define fill        draw_weights /* world.h has another one */
 #include "weights.h"
 #undef fill
 #include "timing.h"
 #include "world.h"
 
 #include <math.h>
+#if !defined(_WIN32)
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+#endif
 
 static const enum oo_codec_kind kinds[] = {OO_CODEC_BF16, OO_CODEC_FP8, OO_CODEC_INT8};
 static const enum what patterns[] = {GAUSSIAN, ZEROS, RANDOM, SPECIALS, RARE, BURSTS, HALF_ZEROS};
@@ -69,7 +75,7 @@ static char *make_layer(struct layer *layer, unsigned number, size_t chunk, char
 
 struct model {
     struct oo_engine *engine;
-    struct oo_host *host;
+    struct oo_host *host, *room; /* of the masters; that keeps them, if they are in a file */
     char *arena, *staging;
     uint32_t lease, staging_lease, model;
     uintptr_t stream;
@@ -81,6 +87,53 @@ struct model {
 
 enum { STAGING = OO_STAGING_PIECES * 12288 + 256 };
 
+/* Where the masters are. Of a file: read each time, with a ring or without, or kept once read. */
+enum memory { LOCKED, BY_THE_RING, AS_IT_IS, IN_A_FILE, WITHOUT_A_RING, KEPT, N_MEMORY };
+static enum memory memory_of_masters;
+
+static void set_memory(enum memory memory) {
+    memory_of_masters = memory;
+    sim.simRefuseRegistration(memory == BY_THE_RING);
+    sim.simLockQuota(memory == AS_IT_IS || memory == WITHOUT_A_RING ? 0 : UINT64_MAX);
+}
+
+#if defined(_WIN32)
+static const enum memory memories = IN_A_FILE;
+static void move_to_file(struct model *m) { (void)m; }
+#else
+static const enum memory memories = N_MEMORY;
+
+/* Have the masters in a file, 700 bytes from its begin. */
+static void move_to_file(struct model *m) {
+    enum { BEFORE = 700 };
+    const size_t bytes = oo_host_bytes(m->host);
+    const char *begin = oo_host_address(m->host);
+    char path[] = "/tmp/oo-test-coded-XXXXXX";
+    struct oo_host *in_memory = m->host;
+    const int file = mkstemp(path);
+    CHECK(file >= 0 && pwrite(file, begin, bytes, BEFORE) == (ssize_t)bytes, "no file");
+    need(oo_host_create_file(path, file, &m->host), "open");
+    close(file);
+    unlink(path);
+    if (memory_of_masters == KEPT)
+        need(oo_host_create(bytes, &m->room), "room");
+    for (unsigned i = 0; i < m->n_layers; i++)
+        for (int t = 0; t < TENSORS; t++) {
+            struct oo_tensor *tensor = &m->layers[i].tensors[t];
+            const size_t at = (size_t)((const char *)tensor->host - begin);
+            tensor->host = (char *)oo_host_address(m->host) + BEFORE + at;
+            if (m->room)
+                need(oo_host_keep(m->host, BEFORE + at,
+                                  tensor->coded_bytes ? tensor->coded_bytes : tensor->bytes,
+                                  m->room, at),
+                     "keep");
+        }
+    need(oo_host_destroy(in_memory), "memory");
+    if (m->room)
+        need(oo_engine_lock(m->engine, m->room, OO_ALL_BYTES), "lock the room");
+}
+#endif
+
 static struct model *open_model(unsigned n_layers, size_t chunk, size_t arena_bytes) {
     struct model *m = calloc(1, sizeof *m);
     char *end;
@@ -91,7 +144,10 @@ static struct model *open_model(unsigned n_layers, size_t chunk, size_t arena_by
     end = oo_host_address(m->host);
     for (unsigned i = 0; i < n_layers; i++)
         end = make_layer(&m->layers[i], i, chunk, end);
-    const enum oo_status locked = oo_engine_lock(m->engine, m->host, OO_ALL_BYTES);
+    const int of_file = memory_of_masters >= IN_A_FILE;
+    if (of_file)
+        move_to_file(m);
+    const enum oo_status locked = oo_engine_lock(m->engine, m->host, of_file ? 0 : OO_ALL_BYTES);
     CHECK(locked == OO_OK || locked == OO_E_LOCK_REFUSED, "lock: %s", oo_error_message());
     need(oo_engine_compute_stream(m->engine, &m->stream), "stream");
     need(oo_lease_add(m->engine, &m->lease), "lease");
@@ -121,6 +177,8 @@ static void close_model(struct model *m, const char *where) {
     need(oo_lease_remove(m->engine, m->lease), where);
     need(oo_lease_remove(m->engine, m->staging_lease), where);
     need(oo_host_destroy(m->host), where);
+    if (m->room)
+        need(oo_host_destroy(m->room), where);
     need(oo_engine_destroy(m->engine), where);
     check_no_reports(where);
     check_nothing_alive(where);
@@ -153,16 +211,9 @@ static struct oo_stats stats_of_model(struct model *m) {
 
 /* ---- bits, and bytes on the link ---- */
 
-enum memory { LOCKED, BY_THE_RING, AS_IT_IS, N_MEMORY };
-
-static void set_memory(enum memory memory) {
-    sim.simRefuseRegistration(memory == BY_THE_RING);
-    sim.simLockQuota(memory == AS_IT_IS ? 0 : UINT64_MAX);
-}
-
 static void each_kind_mode_and_memory_gives_its_bits(void) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++)
-        for (enum memory memory = LOCKED; memory < N_MEMORY; memory++) {
+        for (enum memory memory = LOCKED; memory < memories; memory++) {
             char where[64];
             snprintf(where, sizeof where, "schedule %d, memory %d", schedule, (int)memory);
             sim.simSetSchedule(schedule, 3);
@@ -185,7 +236,7 @@ static void each_kind_mode_and_memory_gives_its_bits(void) {
 }
 
 static void what_travels_is_counted_as_it_is_coded(void) {
-    for (enum memory memory = LOCKED; memory < N_MEMORY; memory++) {
+    for (enum memory memory = LOCKED; memory < memories; memory++) {
         set_memory(memory);
         struct model *m = open_model(LAYERS, 2048, (size_t)LAYERS * 4 * MOST_BYTES);
         struct sim_stats before, after;
@@ -214,11 +265,15 @@ static void what_travels_is_counted_as_it_is_coded(void) {
         const uint64_t seen = m->engine->spans.seen[OO_TRACE_DECODE];
         CHECK(memory == LOCKED ? seen == m->decodes : seen == 0, "%llu of %u may be measured",
               (unsigned long long)seen, m->decodes);
-        CHECK(memory == LOCKED ? !stats.unlocked_h2d_bytes && !stats.pageable_bytes
-                               : stats.unlocked_h2d_bytes == m->link_bytes &&
-                                     stats.pageable_bytes == m->link_bytes,
+        const size_t by_ring = memory == LOCKED ? 0 : m->link_bytes;
+        const size_t pageable = memory == BY_THE_RING || memory == AS_IT_IS ? m->link_bytes : 0;
+        CHECK(stats.unlocked_h2d_bytes == by_ring && stats.pageable_bytes == pageable,
               "memory %d: %llu bytes are not locked", (int)memory,
               (unsigned long long)stats.unlocked_h2d_bytes);
+        CHECK(stats.disk_read_bytes <= m->link_bytes &&
+                  (stats.disk_read_bytes > 0) == (memory >= IN_A_FILE) &&
+                  (memory == KEPT || memory < IN_A_FILE || stats.disk_read_bytes == m->link_bytes),
+              "memory %d: %llu bytes read", (int)memory, (unsigned long long)stats.disk_read_bytes);
         close_model(m, "counted");
         set_memory(LOCKED);
     }
