@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
@@ -25,6 +25,7 @@ from .compress.choice import (
     part,
     staging_bytes,
 )
+from .compress.coded_files import coded_places
 from .compress.steps import Pace, StepRecord, key_of
 from .disk.quantising import Quantize
 from .engine.devices import parse_device
@@ -41,6 +42,7 @@ from .layers.leaf import Leaf
 from .layers.loan import Borrower
 from .model import admission, answers, masters, on_disk, other_libraries, selection
 from .model.answers import Answers
+from .model.arena import Arena
 from .model.attachment import Attachment, close_leftovers
 from .model.budget import AUTO, Budget, Weights, budget_of, place
 from .model.foreign_hooks import refuse_weight_movers
@@ -606,7 +608,8 @@ def _place(
     if budget.disk:
         floor = least_bytes(every, budget.most_locked_bytes() == float("inf"))
         capacity = _arena_without_kept(where, budget, every, floor)
-        units, kept, disk = on_disk.part(every, budget, loading, capacity, floor)
+        code = coded_places if budget.compress and not _why_none_decoded(where, budget) else None
+        units, kept, disk = on_disk.part(every, budget, loading, capacity, floor, code)
         host_room = HostRoom()
     else:
         units, kept, host_room = part(every, budget, expected)
@@ -629,7 +632,7 @@ def _place(
 
 
 def _arena_without_kept(
-    where: torch.device, budget: Budget, units: Iterable[Unit], floor: int
+    where: torch.device, budget: Budget, units: Sequence[Unit], floor: int
 ) -> int:
     """Return the bytes of an arena with which nothing stays on the device; 0: steps say."""
     if budget.vram_budget == AUTO:
@@ -637,7 +640,8 @@ def _arena_without_kept(
     with opened(where) as state:
         _, total = state.engine.mem_info()
     streamed = sum(place_bytes(unit, True) for unit in units)
-    return place(budget, Weights(streamed, floor), total, 0)
+    staging = staging_bytes(codable(units)) if budget.compress else 0
+    return place(budget, Weights(streamed, floor, staging=staging), total, 0)
 
 
 # ---- build: masters, arena, units; all of it or nothing ----
@@ -654,7 +658,7 @@ def _build(module: nn.Module, where: torch.device, placed: _Placed) -> MemoryMan
         try:
             structure = Structure(module, attachment)
             coded = _coded(attachment, placed)
-            staging = staging_bytes(coded)
+            staging = staging_bytes([*coded, *placed.disk.coded_tensors()])
             if placed.budget.vram_budget != AUTO:  # what cannot be is refused before anything moves
                 _capacity(state, placed, staging)
             _fill_masters(attachment, placed, coded, moved)
@@ -702,7 +706,7 @@ def _coded(attachment: Attachment, placed: _Placed) -> list[Tensor]:
     budget, state = placed.budget, attachment.state
     coded = codable(placed.units) if budget.compress else []
     coded = [tensor for tensor in coded if not placed.disk.has(tensor)]
-    if budget.compress == AUTO:
+    if budget.compress == AUTO and (coded or not placed.disk.coded):
         room = (
             int(0.9 * state.free_bytes()) - placed.kept.bytes
             if budget.vram_budget == AUTO
@@ -710,8 +714,15 @@ def _coded(attachment: Attachment, placed: _Placed) -> list[Tensor]:
         )
         coded = _least_coded(attachment, placed, room)
         coded = [tensor for tensor in coded if not placed.disk.has(tensor)]
-    if coded and not _can_decode(attachment, placed):
-        coded = []
+    if coded:
+        why_none = _why_none_decoded(state.device, budget, placed.host_room.short > 0)
+        if why_none:
+            attachment.compressed_because = why_none
+            logger.warning("%s: compress='auto': %s", attachment.name, why_none)
+            coded = []
+    if budget.compress == AUTO and placed.disk.coded:
+        because = ["what is read from files is less there", attachment.compressed_because]
+        attachment.compressed_because = "; ".join(filter(None, because))
     if placed.shared is not None:
         files = [] if placed.loading is None else placed.loading.identity()
         coded = placed.shared.agree(placed.units, coded, files)
@@ -803,23 +814,22 @@ def _warn_of_residents(manager: MemoryManager, kept: Kept) -> None:
     )
 
 
-def _can_decode(attachment: Attachment, placed: _Placed) -> bool:
-    """Whether the device can decode: asked before anything is coded, which takes long.
+def _why_none_decoded(where: torch.device, budget: Budget, short: bool = False) -> str:
+    """Return why the device cannot decode: asked before anything is coded, which takes long.
 
     Raises
     ------
     OffloadError
-        It cannot, and what was asked for needs it.
+        It cannot, and what was asked for needs it: all compressed, or room that is `short`.
     """
     try:
-        attachment.arena.check_staging()
+        with opened(where) as state:
+            Arena(state).check_staging()
     except OffloadError as error:
-        if placed.budget.compress != AUTO or placed.host_room.short:
+        if budget.compress != AUTO or short:
             raise
-        attachment.compressed_because = f"the device cannot decode: {error}"
-        logger.warning("%s: compress='auto': %s", attachment.name, attachment.compressed_because)
-        return False
-    return True
+        return f"the device cannot decode: {error}"
+    return ""
 
 
 def _least_coded(attachment: Attachment, placed: _Placed, room: int) -> list[Tensor]:

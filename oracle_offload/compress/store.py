@@ -1,7 +1,8 @@
 """Coded weights on disk, from one attach to the next: a folder of files named after their content.
 
 Of a tensor there may be two: the coded weights (``.coded``), and the weights as they are
-(``.raw``), which a Parameter is read from. A file appears as a whole or not at all, and is compared
+(``.raw``), which a Parameter is read from. Those of a model that stays in its files are in one for
+each of these: see `coded_files`. A file appears as a whole or not at all, and is compared
 with the weights before it is used: what is damaged is thrown away and made again.
 """
 
@@ -14,6 +15,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from .._core import HostBuffer
@@ -25,6 +27,9 @@ from ..host.sizes import GIB, format_size
 logger = logging.getLogger("oracle_offload")
 
 CODED, RAW = ".coded", ".raw"
+# What the names of files begin with that models are read from all the time: they are noticed to be
+# written by the time of that.
+OF_FILE = "file-"
 SPARED_BYTES = GIB  # of the disk, for everything else
 _ABANDONED_S = 3600  # after its last write, a file is not being written any more
 
@@ -59,14 +64,17 @@ class Store:
                     if not count:
                         return None  # it was cut off meanwhile
                     left = left[count:]
-                self._note_use(name)
+                self.note_use(name)
                 return buffer
         except (FileNotFoundError, ForeignError):
             return None
 
-    def _note_use(self, name: str) -> None:
+    def note_use(self, name: str) -> None:
+        """Note that a file is used now."""
         with contextlib.suppress(OSError):  # of another user, say
-            os.utime(self.path(name))
+            path, now = self.path(name), time.time_ns()
+            written = path.stat().st_mtime_ns if name.startswith(OF_FILE) else now
+            os.utime(path, ns=(now, written))
 
     def map(self, name: str, nbytes: int) -> mmap.mmap | None:
         """Return a file of so many bytes, privately mapped; None where there is none."""
@@ -75,7 +83,7 @@ class Store:
             open(open_own(self.path(name)), "rb") as file,
         ):
             if os.fstat(file.fileno()).st_size == nbytes:
-                self._note_use(name)
+                self.note_use(name)
                 return map_private(file.fileno(), 0, nbytes)[0]
         return None
 
@@ -100,22 +108,39 @@ class Store:
 
     def _write(self, name: str, content: memoryview) -> int:
         """Write a file and return its open descriptor."""
+        with contextlib.ExitStack() as failing:
+            with self.making(name, content.nbytes) as descriptor:
+                kept = os.dup(descriptor)
+                failing.callback(os.close, kept)
+                while content:
+                    content = content[os.write(descriptor, content) :]
+            failing.pop_all()
+        return kept
+
+    @contextlib.contextmanager
+    def making(self, name: str, nbytes: int) -> Iterator[int]:
+        """Yield the descriptor of a file to write, which has its name once the block has ended.
+
+        Raises
+        ------
+        OSError
+            There is no room for `nbytes`, or no right to write there.
+        """
         make_folder(self.folder)
         free = shutil.disk_usage(self.folder).free
-        if free < content.nbytes + SPARED_BYTES:
+        if free < nbytes + SPARED_BYTES:
             raise OSError(f"the disk has {format_size(free)} left")
         made = self.path(f".{name}-{secrets.token_hex(6)}")
         descriptor = create_own(made)
         try:
-            while content:
-                content = content[os.write(descriptor, content) :]
+            yield descriptor
             os.replace(made, self.path(name))
         except BaseException:
-            os.close(descriptor)
             with contextlib.suppress(OSError):
                 os.unlink(made)
             raise
-        return descriptor
+        finally:
+            os.close(descriptor)
 
     def drop(self, name: str, why: object) -> None:
         """Throw a damaged file away."""
@@ -134,7 +159,9 @@ class Store:
                 if path.suffix in (CODED, RAW) or path.name.startswith("."):
                     with contextlib.suppress(OSError):
                         status = path.lstat()
-                        found.append((status.st_mtime, status.st_size, path))
+                        of_file = path.name.startswith(OF_FILE)
+                        used_s = status.st_atime if of_file else status.st_mtime
+                        found.append((used_s, status.st_size, path))
         return sorted(found)
 
     def trim(self, most: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +22,12 @@ _MOST_NAME_BYTES = 1000  # of a snapshot
 class WeightFile:
     """One open safetensors file.
 
+    Parameters
+    ----------
+    path : Path
+    opener : callable, optional
+        As that of `open`.
+
     Attributes
     ----------
     path : str
@@ -29,11 +36,13 @@ class WeightFile:
         What is in it, by name.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, opener: Callable[[str, int], int] | None = None) -> None:
         self.path = str(path)
         try:
-            self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
+            self._file: BinaryIO = open(path, "rb", buffering=0, opener=opener)  # noqa: SIM115 - closed by `close`
         except OSError as error:
+            if opener is not None:
+                raise
             raise OffloadError(f"'{path}' cannot be read: {error.strerror}.") from error
         try:
             self._state = self._current_state()
@@ -83,10 +92,15 @@ class WeightFile:
         return [
             os.path.basename(self.path),
             found.st_size,
-            found.st_mtime_ns,
             found.st_dev,
             found.st_ino,
+            *self.times_ns(),
         ]
+
+    def times_ns(self) -> tuple[int, int]:
+        """Return when it was last written, and when anything of it was last changed."""
+        found = os.fstat(self._file.fileno())
+        return found.st_mtime_ns, found.st_ctime_ns
 
     def check_unwritten(self) -> None:
         """Refuse what was read where the file was written meanwhile; one in its place is no matter.

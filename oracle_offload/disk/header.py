@@ -95,13 +95,15 @@ def read_header(file: BinaryIO, path: str) -> dict[str, Stored]:
     return found
 
 
-def write_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
+def write_header(tensors: Mapping[str, tuple[str, Sequence[int]]], least: int = 0) -> bytes:
     """Return the first bytes of a safetensors file, up to the first tensor's.
 
     Parameters
     ----------
     tensors : mapping
         By name, in the order in which their bytes follow: dtype in the file's words, and shape.
+    least : int
+        Bytes that they are filled up to, a multiple of 8.
     """
     table: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
@@ -109,7 +111,7 @@ def write_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
         begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)  # so that the tensors begin at a multiple
+    text += b" " * max(-len(text) % LENGTH_BYTES, least - LENGTH_BYTES - len(text))
     return struct.pack("<Q", len(text)) + text
 
 

@@ -578,7 +578,8 @@ class Attachment:
                 with contextlib.suppress(OffloadError):  # in use: it follows at its next call
                     layer.follow()
             for coded in left.values():  # what something else holds too
-                coded.own()
+                if not self.pieces.is_on_disk(coded.start):
+                    coded.own()
             self._replaced_outside |= len(own) < len(tensors)
             self.pieces.give_back()
         if not self._left_codes_shown:

@@ -83,14 +83,18 @@ def split_pieces(
         yield piece
 
 
-def lay_out(
-    units: Sequence[Sequence[Tensor]], bytes_of: Callable[[Tensor], int] = tensor_bytes
-) -> tuple[list[int], list[int]]:
-    """Return the offset of each unit in a piece, and the cuts, of which the last is its size."""
+def lay_out(units: Sequence[Iterable[int]]) -> tuple[list[int], list[int]]:
+    """Return the offset of each unit in a piece, and the cuts, of which the last is its size.
+
+    Parameters
+    ----------
+    units : sequence of iterables of int
+        Bytes of what is in each.
+    """
     offsets, cuts = [], []
     offset = begun = 0
     for unit in units:
-        nbytes = sum(aligned(bytes_of(tensor)) for tensor in unit)
+        nbytes = sum(map(aligned, unit))
         if offset > begun and offset + nbytes > begun + CUT_BYTES:
             offset = begun = whole_pages(offset)
             cuts.append(offset)
@@ -178,8 +182,10 @@ class Piece:
         on_bytes = on_bytes or (lambda nbytes: None)
         prepared = {} if coder is None else code(units, coder, files, on_bytes, share)
         offsets, self.cuts = lay_out(
-            units,
-            lambda t: prepared[id(t)].nbytes if id(t) in prepared else tensor_bytes(t),
+            [
+                [prepared[id(t)].nbytes if id(t) in prepared else tensor_bytes(t) for t in unit]
+                for unit in units
+            ]
         )
         self.is_shared = share is not None
         self.buffer = (
@@ -272,20 +278,30 @@ class FilePiece(Piece):
         See `WeightFile.memory`.
     tensors : sequence of (Tensor, int)
         What of the model is in the file, and where it begins; each is pointed there.
+    coded : sequence of (Tensor, int, int, int)
+        What is there in fewer bytes, of tensors that are in their places already: where that
+        begins, its bytes, and its kind, see `oracle_offload._core.encode`.
     """
 
     is_file = True
 
-    def __init__(self, buffer: HostBuffer, tensors: Sequence[tuple[Tensor, int]]) -> None:
+    def __init__(
+        self,
+        buffer: HostBuffer,
+        tensors: Sequence[tuple[Tensor, int]],
+        coded: Sequence[tuple[Tensor, int, int, int]] = (),
+    ) -> None:
         self.buffer = buffer
         self.start, self.end = buffer.address, buffer.address + buffer.nbytes
         self.is_shared = False
         self.uses = self.locked_bytes = 0
         self.cuts = [0]  # none of it is locked
-        self.coded = {}
         for tensor, begin in tensors:
             point_at(tensor, master_at(buffer, begin, tensor))
-        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor, _ in tensors]
+        masters = [CodedMaster(t, self.start + at, nbytes, kind) for t, at, nbytes, kind in coded]
+        self.coded = {master.start: master for master in masters}
+        there = [*(tensor for tensor, _ in tensors), *(tensor for tensor, *_ in coded)]
+        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in there]
 
 
 class Room(Piece):
@@ -295,27 +311,26 @@ class Room(Piece):
 
     Parameters
     ----------
-    units : sequence of sequences of (Tensor, FilePiece, int)
-        What is to be kept, with its file and where it begins there.
+    units : sequence of sequences of (FilePiece, int, int)
+        What is to be kept of which file: where it begins there, and its bytes.
     node : int
         NUMA node that the memory shall be on; -1 for any.
     """
 
     def __init__(
-        self, units: Sequence[Sequence[tuple[Tensor, FilePiece, int]]], node: int = -1
+        self, units: Sequence[Sequence[tuple[FilePiece, int, int]]], node: int = -1
     ) -> None:
-        offsets, self._cuts = lay_out([[tensor for tensor, _, _ in unit] for unit in units])
+        offsets, self._cuts = lay_out([[nbytes for _, _, nbytes in unit] for unit in units])
         self.buffer = HostBuffer(self._cuts[-1], node)
         self.start, self.end = self.buffer.address, self.buffer.address + self.buffer.nbytes
         self.is_shared = False
         self.uses = self.locked_bytes = 0
         self.cuts = [0]
         self.coded = {}
-        self._files = list({id(file): file for unit in units for _, file, _ in unit}.values())
+        self._files = list({id(file): file for unit in units for file, _, _ in unit}.values())
         self._wanted, self._before = 0, 0
         for unit, offset in zip(units, offsets, strict=True):
-            for tensor, file, begin in unit:
-                nbytes = tensor_bytes(tensor)
+            for file, begin, nbytes in unit:
                 file.buffer.keep(self.buffer, begin, nbytes, offset)
                 self._wanted += nbytes
                 offset += aligned(nbytes)
@@ -541,7 +556,8 @@ class Pieces:
                 self._pieces[piece.start] = piece
                 bisect.insort(self._starts, piece.start)
                 self._coded.update(piece.coded)
-                self._mapped += piece.coded.values()
+                if not piece.is_file:  # a model that is on disk stays there
+                    self._mapped += piece.coded.values()
 
     def abandon(self, piece: Piece) -> None:
         """Have `own` copy what is in files of a piece that will not be passed to `note`."""

@@ -16,11 +16,11 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from ..engine.geometry import tensor_bytes, unit_bytes
+from ..engine.geometry import aligned, tensor_bytes, unit_bytes
 from ..errors import OffloadError
 from ..host.disk import remote_kind
 from ..host.sizes import KIB, MIB, format_size
@@ -38,6 +38,25 @@ ROOM_BYTES = 256 * MIB  # that are locked at once, when they have arrived
 _RESIDENT = "kept on the device: disk=True reads least if it never travels"
 _STATES = 4  # times the bytes of bfloat16 weights are AdamW's states
 _STEPS_A_DAY = 86400 // 10  # of ten seconds
+Row = TypeVar("Row")
+
+
+# A tensor, the file that it is in, and where it begins there.
+Place = tuple[Tensor, "WeightFile", int]
+
+
+@dataclass(frozen=True)
+class CodedPlace:
+    """Where the coded weights of a tensor are: in which file, from where on, bytes, and kind."""
+
+    file: WeightFile
+    begin: int
+    nbytes: int
+    kind: int
+
+
+# Returns, by `id`, which of tensors in these places have coded weights in files, and where.
+Code = Callable[[Sequence[Unit], dict[int, Place], "Loading"], dict[int, CodedPlace]]
 
 
 @dataclass(frozen=True)
@@ -46,42 +65,70 @@ class OnDisk:
 
     Attributes
     ----------
-    places : dict of int to tuple
-        By `id`: the tensor, the file, and where it begins there.
+    places : dict of int to Place
+        By `id`.
     kept : list of lists of Tensor
         Those of each unit that are kept in memory once they have been read.
+    coded : dict of int to CodedPlace
+        By `id`, what is read instead of a tensor, in fewer bytes.
     """
 
-    places: dict[int, tuple[Tensor, WeightFile, int]] = field(default_factory=dict)
+    places: dict[int, Place] = field(default_factory=dict)
     kept: list[list[Tensor]] = field(default_factory=list)
+    coded: dict[int, CodedPlace] = field(default_factory=dict)
 
     def has(self, tensor: Tensor) -> bool:
         """Whether `tensor` stays in its file."""
         return id(tensor) in self.places
 
+    def coded_tensors(self) -> list[Tensor]:
+        """Return the tensors that are read in fewer bytes."""
+        return [self.places[key][0] for key in self.coded]
+
     def put(
         self, pieces: masters.Pieces, loading: Loading, on_bytes: Callable[[int], object]
     ) -> None:
         """Point the tensors into their files; nothing of them is read."""
-        by_file: dict[int, list[tuple[Tensor, WeightFile, int]]] = {}
-        for row in self.places.values():
-            by_file.setdefault(id(row[1]), []).append(row)
         files: dict[int, masters.FilePiece] = {}
-        for key, rows in by_file.items():
-            tensors = [(tensor, begin) for tensor, _, begin in rows]
-            files[key] = masters.FilePiece(rows[0][1].memory(), tensors)
-            pieces.add(files[key])
-            for tensor, _ in tensors:
+        for file, rows in _by_file((row[1], row) for row in self.places.values()):
+            files[id(file)] = masters.FilePiece(file.memory(), [(t, at) for t, _, at in rows])
+            pieces.add(files[id(file)])
+            for tensor, _, _ in rows:
                 loading.skip(tensor)
                 on_bytes(tensor_bytes(tensor))
+        of_codes = ((row.file, (self.places[key][0], row)) for key, row in self.coded.items())
+        for file, codes in _by_file(of_codes):
+            told = [(tensor, row.begin, row.nbytes, row.kind) for tensor, row in codes]
+            files[id(file)] = masters.FilePiece(file.memory(), [], told)
+            pieces.add(files[id(file)])
+
+        def travels(tensor: Tensor) -> tuple[masters.FilePiece, int, int]:
+            code = self.coded.get(id(tensor))
+            if code is not None:
+                return files[id(code.file)], code.begin, code.nbytes
+            _, file, begin = self.places[id(tensor)]
+            return files[id(file)], begin, tensor_bytes(tensor)
+
         for units in masters.split_pieces(self.kept, ROOM_BYTES):
-            found = [[self.places[id(tensor)] for tensor in unit] for unit in units]
-            rows_of_room = [[(t, files[id(file)], begin) for t, file, begin in u] for u in found]
+            rows_of_room = [[travels(tensor) for tensor in unit] for unit in units]
             pieces.add_room(masters.Room(rows_of_room, pieces.node))
 
 
+def _by_file(rows: Iterable[tuple[WeightFile, Row]]) -> list[tuple[WeightFile, list[Row]]]:
+    """Return the rows of each file."""
+    found: dict[int, tuple[WeightFile, list[Row]]] = {}
+    for file, row in rows:
+        found.setdefault(id(file), (file, []))[1].append(row)
+    return list(found.values())
+
+
 def part(
-    units: list[Unit], budget: Budget, loading: Loading | None, capacity: int, floor: int
+    units: list[Unit],
+    budget: Budget,
+    loading: Loading | None,
+    capacity: int,
+    floor: int,
+    code: Code | None = None,
 ) -> tuple[list[Unit], Kept, OnDisk]:
     """`keep` for a model whose weights may stay on disk; also returns which do.
 
@@ -95,6 +142,8 @@ def part(
     capacity, floor : int
         Bytes of the arena as it would be if nothing stayed on the device for good (0: not known),
         and the least that it needs.
+    code : callable, optional
+        Codes what is in files, and is asked if memory has not room for all of it.
 
     Raises
     ------
@@ -131,31 +180,33 @@ def part(
     _refuse_network({file.path for _, file, _ in places.values()})
     units, kept = keep(units, wanted, lambda t: 0 if id(t) in places else tensor_bytes(t))
     room = limit - unit_bytes([tensor for tensor in distinct(units) if id(tensor) not in places])
-    sizes = {
-        number: unit_bytes([t for t in distinct([unit]) if id(t) in places])
-        for number, unit in enumerate(units)
-    }
-    in_memory = between([sizes[number] for number in range(len(units))], room, capacity)
+    there = [[t for t in distinct([unit]) if id(t) in places] for unit in units]
+    sizes = [unit_bytes(tensors) for tensors in there]
+    coded = {} if code is None or sum(sizes) <= room else code(units, places, loading)
+    on_host = [
+        sum(aligned(coded[id(t)].nbytes if id(t) in coded else tensor_bytes(t)) for t in tensors)
+        for tensors in there
+    ]
+    in_memory = between(sizes, room, capacity, on_host)
     left = [number for number in range(len(units)) if number not in in_memory]
     resident: set[int] = set()
     if not kept.bytes and not _are_tied(units):
         resident = _resident(units, left, in_memory, capacity, floor)
         kept = Kept([units[number] for number in sorted(resident)], _RESIDENT)
-    # What is to be coded needs its bytes at once.
-    lazy = set() if budget.compress else in_memory
     staying = {
-        id(t)
-        for number in {*left, *lazy} - resident
-        for t in distinct([units[number]])
-        if id(t) in places
+        id(t) for number, tensors in enumerate(there) if number not in resident for t in tensors
     }
     kept_once_read = [
-        [t for t in distinct([units[number]]) if id(t) in staying] for number in sorted(lazy)
+        [t for t in there[number] if id(t) in staying] for number in sorted(in_memory)
     ]
     return (
         [unit for number, unit in enumerate(units) if number not in resident],
         kept,
-        OnDisk({key: row for key, row in places.items() if key in staying}, kept_once_read),
+        OnDisk(
+            {key: row for key, row in places.items() if key in staying},
+            kept_once_read,
+            {key: row for key, row in coded.items() if key in staying},
+        ),
     )
 
 
@@ -206,7 +257,9 @@ def middle(sizes: Sequence[int], limit: int) -> set[int]:
     return chosen
 
 
-def between(sizes: Sequence[int], limit: int, ends: int) -> set[int]:
+def between(
+    sizes: Sequence[int], limit: int, ends: int, on_host: Sequence[int] | None = None
+) -> set[int]:
     """Choose as many as fit `limit` together, spread evenly over what is between two ends.
 
     Where all that is between them fits, or nothing is known of them (0), it is `middle`: whatever
@@ -215,11 +268,13 @@ def between(sizes: Sequence[int], limit: int, ends: int) -> set[int]:
     Parameters
     ----------
     sizes : sequence of int
-        Bytes of each.
+        Bytes of each on the device.
     limit : int
-        Bytes that the chosen ones do not exceed together.
+        Bytes that the chosen ones do not exceed together on the host.
     ends : int
         Bytes at either end which the arena keeps from one use to the next.
+    on_host : sequence of int, optional
+        Bytes of each there; those of `sizes`.
 
     Returns
     -------
@@ -227,16 +282,17 @@ def between(sizes: Sequence[int], limit: int, ends: int) -> set[int]:
         Their numbers.
     """
     before = list(itertools.accumulate(sizes, initial=0))
+    on_host = sizes if on_host is None else on_host
     if not ends:
-        return middle(sizes, limit)
+        return middle(on_host, limit)
     inner = [
         number
         for number in range(len(sizes))
         if before[number] >= ends and before[number + 1] <= before[-1] - ends
     ]
-    if sum(sizes[number] for number in inner) <= limit:
-        return middle(sizes, limit)
-    return {inner[number] for number in spread([sizes[number] for number in inner], limit)}
+    if sum(on_host[number] for number in inner) <= limit:
+        return middle(on_host, limit)
+    return {inner[number] for number in spread([on_host[number] for number in inner], limit)}
 
 
 def _refuse_trained(units: Sequence[Unit], limit: int) -> None:

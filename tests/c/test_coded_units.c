@@ -9,7 +9,11 @@
 
 #include <math.h>
 #if !defined(_WIN32)
+#include "disk.h"
+
+#include <errno.h>
 #include <fcntl.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <unistd.h>
 #endif
@@ -316,6 +320,57 @@ static void a_chunk_passes_through_the_ring_in_steps(void) {
     close_model(m, "in steps");
     set_memory(LOCKED);
 }
+
+#if !defined(_WIN32)
+enum { MOST_READS = 32 };
+static uint64_t reads[MOST_READS][2]; /* where, and how much */
+static _Atomic unsigned n_reads;
+static _Atomic int failing_read = -1; /* which of them */
+
+static ptrdiff_t note_read(int file, void *target, size_t bytes, uint64_t begin) {
+    const unsigned number = n_reads++ % MOST_READS;
+    reads[number][0] = begin;
+    reads[number][1] = bytes;
+    return oo__file_read(file, target, bytes, begin);
+}
+
+static ptrdiff_t read_or_fail(int file, void *target, size_t bytes, uint64_t begin) {
+    const int failing = failing_read;
+    if (failing < 0 || reads[failing][0] != begin || reads[failing][1] != bytes)
+        return oo__file_read(file, target, bytes, begin);
+    memset(target, 0x55, bytes);
+    errno = EIO;
+    return -1;
+}
+
+/* With small pieces of a ring, so that a chunk is read in several, or without one. */
+static void a_chunk_of_which_a_read_fails_is_not_decoded(void) {
+    for (enum memory memory = IN_A_FILE; memory <= WITHOUT_A_RING; memory++) {
+        set_memory(memory);
+        struct model *m = open_model(1, 8192, (size_t)LAYERS * 4 * MOST_BYTES);
+        unsigned fewer = 0;
+        if (memory == IN_A_FILE)
+            need(oo_engine_reserve_rings(m->engine, OO_RING_PIECES * oo__page_bytes()), "rings");
+        n_reads = 0;
+        m->host->disk->read = note_read;
+        need(use_layer(m, 0, "noted"), "use");
+        m->host->disk->read = read_or_fail;
+        CHECK(n_reads >= TENSORS && n_reads <= MOST_READS, "%u reads", n_reads);
+        for (unsigned nth = 0; nth < n_reads; nth++) {
+            need(oo_engine_refresh(m->engine, OO_ALL_MODELS), "refresh");
+            const struct oo_stats before = stats_of_model(m);
+            failing_read = (int)nth;
+            CHECK(use_layer(m, 0, "a read fails") == OO_E_FILE, "%s", oo_error_message());
+            failing_read = -1;
+            fewer += stats_of_model(m).decodes - before.decodes < m->decodes;
+            need(use_layer(m, 0, "after it"), "use");
+        }
+        CHECK(fewer >= n_reads - TENSORS / 2, "%u of %u", fewer, n_reads);
+        close_model(m, "a read fails");
+        set_memory(LOCKED);
+    }
+}
+#endif
 
 static OOCUresult(OOCUDAAPI *copy_h2d)(OOCUdeviceptr, const void *, size_t, OOCUstream);
 static const void *watched;
@@ -1041,6 +1096,9 @@ static const struct check_case cases[] = {
     CASE(each_kind_mode_and_memory_gives_its_bits),
     CASE(what_travels_is_counted_as_it_is_coded),
     CASE(a_chunk_passes_through_the_ring_in_steps),
+#if !defined(_WIN32)
+    CASE(a_chunk_of_which_a_read_fails_is_not_decoded),
+#endif
     CASE(a_locked_chunk_passes_through_no_ring),
     CASE(a_copy_that_failed_after_decodes_leaves_them_loose),
     CASE(chunks_take_turns_in_the_staging_memory),
