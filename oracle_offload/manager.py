@@ -568,6 +568,8 @@ class _Placed:
         What stays in files.
     loading, shared : Loading, Share or None
         The files that they come from; the ranks that have them together.
+    why_none_decoded : str
+        Why nothing of files is compressed, where the device cannot decode.
     """
 
     asked: Budget
@@ -583,6 +585,7 @@ class _Placed:
     disk: on_disk.OnDisk
     loading: Loading | None
     shared: Share | None
+    why_none_decoded: str
 
     def weights(self, staging: int) -> Weights:
         """Return what `place` needs to know."""
@@ -604,11 +607,12 @@ def _place(
     asked = budget
     if shared is not None:
         budget = same_limit(every, asked, shared)
-    disk = on_disk.OnDisk()
+    disk, why_none_decoded = on_disk.OnDisk(), ""
     if budget.disk:
         floor = least_bytes(every, budget.most_locked_bytes() == float("inf"))
         capacity = _arena_without_kept(where, budget, every, floor)
-        code = coded_places if budget.compress and not _why_none_decoded(where, budget) else None
+        why_none_decoded = _why_none_decoded(where, budget) if budget.compress else ""
+        code = coded_places if budget.compress and not why_none_decoded else None
         units, kept, disk = on_disk.part(every, budget, loading, capacity, floor, code)
         host_room = HostRoom()
     else:
@@ -628,6 +632,7 @@ def _place(
         disk,
         loading,
         shared,
+        why_none_decoded,
     )
 
 
@@ -706,7 +711,7 @@ def _coded(attachment: Attachment, placed: _Placed) -> list[Tensor]:
     budget, state = placed.budget, attachment.state
     coded = codable(placed.units) if budget.compress else []
     coded = [tensor for tensor in coded if not placed.disk.has(tensor)]
-    if budget.compress == AUTO and (coded or not placed.disk.coded):
+    if budget.compress == AUTO and (coded or not placed.disk.places):
         room = (
             int(0.9 * state.free_bytes()) - placed.kept.bytes
             if budget.vram_budget == AUTO
@@ -714,12 +719,13 @@ def _coded(attachment: Attachment, placed: _Placed) -> list[Tensor]:
         )
         coded = _least_coded(attachment, placed, room)
         coded = [tensor for tensor in coded if not placed.disk.has(tensor)]
-    if coded:
+    why_none = placed.why_none_decoded
+    if coded and not why_none:
         why_none = _why_none_decoded(state.device, budget, placed.host_room.short > 0)
-        if why_none:
-            attachment.compressed_because = why_none
-            logger.warning("%s: compress='auto': %s", attachment.name, why_none)
-            coded = []
+    if why_none:
+        attachment.compressed_because = why_none
+        logger.warning("%s: compress='auto': %s", attachment.name, why_none)
+        coded = []
     if budget.compress == AUTO and placed.disk.coded:
         because = ["what is read from files is less there", attachment.compressed_because]
         attachment.compressed_because = "; ".join(filter(None, because))

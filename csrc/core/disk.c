@@ -220,6 +220,19 @@ static void oo__keep(struct oo_kept *kept, const char *masters, size_t bytes, co
     }
 }
 
+void oo__disk_keep_shown(const struct oo_disk *disk, struct oo_kept *kept, const char *masters,
+                         size_t bytes) {
+    const size_t page = oo__page_bytes(), skew = oo__disk_skew(masters);
+    const size_t whole = (skew + bytes + page - 1) / page * page;
+    char *copy = malloc(whole);
+    if (!copy) /* then a part of the room never arrives */
+        return;
+    memcpy(copy, masters - skew, whole);
+    if (oo__disk_is_same(disk)) /* after the copy, as after a read */
+        oo__keep(kept, masters, bytes, copy + skew);
+    free(copy);
+}
+
 /* ---- a read: by copy threads ---- */
 
 static const char *oo__disk_failed(const struct oo_disk *disk, int error,
@@ -297,7 +310,8 @@ const char *oo__disk_read(const struct oo_part *part, const char *masters, size_
         return oo__disk_failed(disk, OO_DISK_CHANGED, failure);
     if (got < 0)
         return oo__disk_failed(disk, error, failure);
-    if ((size_t)got < skew + bytes)
+    /* All of its pages count, which may be kept. */
+    if ((uint64_t)got < (whole < disk->state.size - begin ? whole : disk->state.size - begin))
         return oo__disk_failed(disk, OO_DISK_SHORT, failure);
     return room + skew;
 }

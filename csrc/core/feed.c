@@ -61,10 +61,11 @@ static struct oo_feed *oo__queue_next(const struct oo_engine *engine) {
     for (struct oo_feed *feed = feeder->first; feed; feed = feed->next) {
         const int may_begin = !passed && !feeder->measures && (!feed->begin || !feeder->n_begun);
         const struct oo_part *part = &feed->parts[feed->part];
-        if (feed->is_near && feeder->n_near >= OO_NEAR_THREADS)
+        if ((feed->is_near && feeder->n_near >= OO_NEAR_THREADS) ||
+            (oo__is_decoded(part) && !oo__piece_is_free(&engine->decoder, part->bytes))) {
+            passed |= feed->begin && !feed->begun;
             continue;
-        if (oo__is_decoded(part) && !oo__piece_is_free(&engine->decoder, part->bytes))
-            continue;
+        }
         if (feed->begun || may_begin)
             return feed;
         passed = 1;
@@ -177,7 +178,7 @@ static const char *oo__piece_bring(const struct oo_engine *engine, const struct 
         costs->disk_nanoseconds += oo__nanoseconds() - begin;
         costs->disk_bytes += bytes ? piece->bytes : 0;
     }
-    if (bytes && !is_read && (bytes < room || bytes >= room + piece->bytes))
+    if (bytes != room && !is_read) /* of what failed nothing is counted */
         costs->locked_bytes += piece->bytes;
     return bytes;
 }

@@ -115,15 +115,15 @@ struct oo_parts_made {
     uint32_t count, room;
 };
 
-/* Tensors in a row travel as one copy when the host layout equals the device layout, and nothing
- * has left the unit between them. */
 /* Where memory keeps them once they are read from a file; NULL: nowhere. */
 static struct oo_kept *oo__kept_of(const struct oo_known *memory, const char *masters,
                                    size_t bytes) {
     const struct oo_disk *disk = memory ? memory->host->disk : NULL;
-    return disk && bytes ? oo__kept_at(disk, masters, bytes) : NULL;
+    return disk ? oo__kept_at(disk, masters, bytes) : NULL;
 }
 
+/* Tensors in a row travel as one copy when the host layout equals the device layout, and nothing
+ * has left the unit between them. */
 static void oo__part_of_plain(const struct oo_engine *engine, const struct oo_member_tensor *tensor,
                               struct oo_parts_made *made) {
     const struct oo_known *memory = oo__known_memory(engine, tensor->host, tensor->bytes);
@@ -177,13 +177,16 @@ static enum oo_status oo__parts_of_coded(const struct oo_engine *engine,
             return oo__fail_coded(tensor, at, "has a number of weights that does not fit");
         const struct oo_known *memory = oo__known_memory(engine, chunk, bytes);
         const size_t skipped = header.mode == OO_CODEC_TIERS ? 0 : OO_CODEC_HEADER;
+        struct oo_kept *kept = oo__kept_of(memory, chunk, bytes);
+        if (made->parts && kept && skipped)
+            oo__disk_keep_shown(memory->host->disk, kept, chunk, skipped);
         if (made->parts)
             made->parts[made->count] =
                 (struct oo_part){.host = chunk + skipped,
                                  .bytes = bytes - skipped,
                                  .offset = tensor->offset + decoded,
                                  .memory = memory,
-                                 .kept = oo__kept_of(memory, chunk + skipped, bytes - skipped),
+                                 .kept = kept,
                                  .locked = oo__is_locked(memory, chunk, bytes),
                                  .header = header};
         made->count++;

@@ -30,7 +30,9 @@ static void oo__add_unit(const struct oo_engine *engine, struct oo_stats *sum, u
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_part *part = &unit->parts[i];
         if (part->kept) {
-            sum->disk_kept_bytes += part->bytes;
+            if (i && part[-1].kept == part->kept) /* another chunk of the same */
+                continue;
+            sum->disk_kept_bytes += part->kept->bytes;
             sum->disk_arrived_bytes += part->kept->arrived;
         } else if (oo__disk_of(part))
             sum->disk_bytes += part->bytes;

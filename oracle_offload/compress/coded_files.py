@@ -3,7 +3,8 @@
 Each weight file gets a second one in the cache, of the same format. It has the coded weights of
 those tensors that get smaller, as bytes, under the names of `_name`. It is made once, and is
 called after the file's identity and after what the model wants of it: the next attach reads headers
-alone. A file that was written since has another identity, and is coded again.
+alone. A file that was written since has another identity, and is coded again. What is in it is
+decoded as it is: ORACLE_OFFLOAD_VERIFY compares each chunk with its checksum.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from .. import _core
 from .._core import HostBuffer
 from ..disk.checkpoint import WeightFile
-from ..disk.header import write_header
+from ..disk.header import Stored, write_header
 from ..engine.geometry import tensor_bytes
 from ..errors import OffloadError
 from ..host.owned import ForeignError, open_own
@@ -35,18 +36,16 @@ from .coder import kind_of, pays
 from .store import CODED, OF_FILE, Store, user_store
 
 if TYPE_CHECKING:
-    from ..model.loading import Loading
     from ..model.selection import Unit
 
 logger = logging.getLogger("oracle_offload")
 
 _VERSION = 1
+_TRIES = 5  # to open a file that other processes make, or remove
 _TICK_NS = 20_000_000  # longer than between two times that a file system tells apart
 
 
-def coded_places(
-    units: Sequence[Unit], places: dict[int, Place], loading: Loading
-) -> dict[int, CodedPlace]:
+def coded_places(units: Sequence[Unit], places: dict[int, Place]) -> dict[int, CodedPlace]:
     """Return where the coded weights of tensors are in files, by `id`; what lacks is made.
 
     Where the cache cannot be written, weights are read as they are from there on, and a warning
@@ -58,8 +57,6 @@ def coded_places(
         In model order.
     places : dict of int to tuple
         By `id`: a tensor, its file, and where it begins there.
-    loading : Loading
-        Closes the files that are opened here.
 
     Raises
     ------
@@ -76,7 +73,7 @@ def coded_places(
     with DelayedBar(total, "oracle_offload: compress") as bar:
         for rows in by_file.values():
             try:
-                coded = _coded_file(store, rows, bar.update)
+                memory, tensors = _coded_file(store, rows, bar.update)
             except OSError as error:
                 logger.warning(
                     "weights are read from '%s' as they are, because '%s' cannot be written: %s. "
@@ -86,13 +83,12 @@ def coded_places(
                     error,
                 )
                 continue
-            loading.close_with(coded)
             for tensor, _, begin in rows:
-                stored = coded.tensors.get(_name(tensor, begin))
+                stored = tensors.get(_name(tensor, begin))
                 if stored is not None:
                     kind = kind_of(tensor)
                     assert kind is not None
-                    found[id(tensor)] = CodedPlace(coded, stored.begin, stored.nbytes, kind)
+                    found[id(tensor)] = CodedPlace(memory, stored.begin, stored.nbytes, kind)
     return found
 
 
@@ -103,8 +99,12 @@ def _name(tensor: Tensor, begin: int) -> str:
 
 def _coded_file(
     store: Store, rows: Sequence[Place], on_bytes: Callable[[int], object]
-) -> WeightFile:
-    """Return the file with the coded weights of these, which are in one file; it may be made."""
+) -> tuple[HostBuffer, dict[str, Stored]]:
+    """Return the file with the coded weights of these, which are in one file; it may be made.
+
+    Another process may make it as well at this moment, or remove it: that one which is open counts,
+    whatever becomes of its name.
+    """
     file = rows[0][1]
     wanted = {(begin, tensor_bytes(t)): (t, begin) for t, _, begin in rows}  # once, if tied
     order = [wanted[key] for key in sorted(wanted)]
@@ -113,20 +113,20 @@ def _coded_file(
     known = [_VERSION, file.identity()[1:], [_name(*row) for row in order]]
     digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
     name = f"{OF_FILE}{digest}{CODED}"
-    try:
-        coded = _open(store.path(name))
-    except OffloadError as error:
-        store.drop(name, error)
-        coded = None
-    if coded is None:
-        _make(store, name, file, order, on_bytes)
-        coded = _open(store.path(name))
+    for _ in range(_TRIES):
+        try:
+            coded = _open(store.path(name))
+        except OffloadError as error:
+            store.drop(name, error)
+            coded = None
         if coded is None:
-            raise OSError(f"'{store.path(name)}' was removed again")
-    else:
-        on_bytes(sum(tensor_bytes(tensor) for tensor, _ in order))
-        store.note_use(name)
-    return coded
+            _make(store, name, file, order, on_bytes)
+            continue
+        with contextlib.closing(coded), contextlib.suppress(OffloadError):  # it has gone, say
+            found = coded.memory(), coded.tensors
+            coded.note_use()
+            return found
+    raise OSError(f"'{store.path(name)}' is removed again and again")
 
 
 def _settle(file: WeightFile) -> None:

@@ -2,8 +2,8 @@
 
 Of a tensor there may be two: the coded weights (``.coded``), and the weights as they are
 (``.raw``), which a Parameter is read from. Those of a model that stays in its files are in one for
-each of these: see `coded_files`. A file appears as a whole or not at all, and is compared
-with the weights before it is used: what is damaged is thrown away and made again.
+each of these: see `coded_files`. A file appears as a whole or not at all. One of a tensor is
+compared with the weights before it is used: what is damaged is thrown away and made again.
 """
 
 from __future__ import annotations
@@ -64,17 +64,14 @@ class Store:
                     if not count:
                         return None  # it was cut off meanwhile
                     left = left[count:]
-                self.note_use(name)
+                self._note_use(name)
                 return buffer
         except (FileNotFoundError, ForeignError):
             return None
 
-    def note_use(self, name: str) -> None:
-        """Note that a file is used now."""
+    def _note_use(self, name: str) -> None:
         with contextlib.suppress(OSError):  # of another user, say
-            path, now = self.path(name), time.time_ns()
-            written = path.stat().st_mtime_ns if name.startswith(OF_FILE) else now
-            os.utime(path, ns=(now, written))
+            os.utime(self.path(name))
 
     def map(self, name: str, nbytes: int) -> mmap.mmap | None:
         """Return a file of so many bytes, privately mapped; None where there is none."""
@@ -83,7 +80,7 @@ class Store:
             open(open_own(self.path(name)), "rb") as file,
         ):
             if os.fstat(file.fileno()).st_size == nbytes:
-                self.note_use(name)
+                self._note_use(name)
                 return map_private(file.fileno(), 0, nbytes)[0]
         return None
 
@@ -129,7 +126,10 @@ class Store:
         make_folder(self.folder)
         free = shutil.disk_usage(self.folder).free
         if free < nbytes + SPARED_BYTES:
-            raise OSError(f"the disk has {format_size(free)} left")
+            raise OSError(
+                f"the disk has {format_size(free)} left, and this takes up to "
+                f"{format_size(nbytes)} and leaves {format_size(SPARED_BYTES)} to others"
+            )
         made = self.path(f".{name}-{secrets.token_hex(6)}")
         descriptor = create_own(made)
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -101,6 +103,11 @@ class WeightFile:
         """Return when it was last written, and when anything of it was last changed."""
         found = os.fstat(self._file.fileno())
         return found.st_mtime_ns, found.st_ctime_ns
+
+    def note_use(self) -> None:
+        """Note that it is used now: the time of its last access, not that of its last write."""
+        with contextlib.suppress(OSError):  # of another user, say
+            os.utime(self._file.fileno(), ns=(time.time_ns(), self.times_ns()[0]))
 
     def check_unwritten(self) -> None:
         """Refuse what was read where the file was written meanwhile; one in its place is no matter.

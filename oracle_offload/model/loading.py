@@ -68,7 +68,6 @@ class Loading:
         self.piece_bytes = None if quantize is None else _QUANTISED_PIECE_BYTES
         self._reader = Reader()
         self._swapped: list[tuple[Tensor, Tensor]] = []
-        self._others: list[WeightFile] = []
         self._is_done = False
         self._read_bytes, self._began = 0, time.monotonic()
         self._checkpoint = Checkpoint(weights)
@@ -98,8 +97,6 @@ class Loading:
     ) -> None:
         self._reader.close()
         self._checkpoint.close()
-        for file in self._others:
-            file.close()
         if self._quantiser is not None and not self._is_done:
             self._quantiser.undo()
         while self._swapped and not self._is_done:
@@ -154,10 +151,6 @@ class Loading:
     def skip(self, tensor: Tensor) -> None:
         """Read nothing for `tensor`: it is in the file that has its values."""
         self._to_come.pop(id(tensor))
-
-    def close_with(self, file: WeightFile) -> None:
-        """Close `file` when those of the weights are closed."""
-        self._others.append(file)
 
     def identity(self) -> list[list[int | str]]:
         """Return which files they are: two processes read the same where these are equal."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
+from .._core import HostBuffer
 from ..engine.geometry import aligned, tensor_bytes, unit_bytes
 from ..errors import OffloadError
 from ..host.disk import remote_kind
@@ -38,6 +39,7 @@ ROOM_BYTES = 256 * MIB  # that are locked at once, when they have arrived
 _RESIDENT = "kept on the device: disk=True reads least if it never travels"
 _STATES = 4  # times the bytes of bfloat16 weights are AdamW's states
 _STEPS_A_DAY = 86400 // 10  # of ten seconds
+File = TypeVar("File")
 Row = TypeVar("Row")
 
 
@@ -49,14 +51,14 @@ Place = tuple[Tensor, "WeightFile", int]
 class CodedPlace:
     """Where the coded weights of a tensor are: in which file, from where on, bytes, and kind."""
 
-    file: WeightFile
+    file: HostBuffer
     begin: int
     nbytes: int
     kind: int
 
 
 # Returns, by `id`, which of tensors in these places have coded weights in files, and where.
-Code = Callable[[Sequence[Unit], dict[int, Place], "Loading"], dict[int, CodedPlace]]
+Code = Callable[[Sequence[Unit], dict[int, Place]], dict[int, CodedPlace]]
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,10 @@ class OnDisk:
                 loading.skip(tensor)
                 on_bytes(tensor_bytes(tensor))
         of_codes = ((row.file, (self.places[key][0], row)) for key, row in self.coded.items())
-        for file, codes in _by_file(of_codes):
+        for memory, codes in _by_file(of_codes):
             told = [(tensor, row.begin, row.nbytes, row.kind) for tensor, row in codes]
-            files[id(file)] = masters.FilePiece(file.memory(), [], told)
-            pieces.add(files[id(file)])
+            files[id(memory)] = masters.FilePiece(memory, [], told)
+            pieces.add(files[id(memory)])
 
         def travels(tensor: Tensor) -> tuple[masters.FilePiece, int, int]:
             code = self.coded.get(id(tensor))
@@ -114,9 +116,9 @@ class OnDisk:
             pieces.add_room(masters.Room(rows_of_room, pieces.node))
 
 
-def _by_file(rows: Iterable[tuple[WeightFile, Row]]) -> list[tuple[WeightFile, list[Row]]]:
+def _by_file(rows: Iterable[tuple[File, Row]]) -> list[tuple[File, list[Row]]]:
     """Return the rows of each file."""
-    found: dict[int, tuple[WeightFile, list[Row]]] = {}
+    found: dict[int, tuple[File, list[Row]]] = {}
     for file, row in rows:
         found.setdefault(id(file), (file, []))[1].append(row)
     return list(found.values())
@@ -143,7 +145,7 @@ def part(
         Bytes of the arena as it would be if nothing stayed on the device for good (0: not known),
         and the least that it needs.
     code : callable, optional
-        Codes what is in files, and is asked if memory has not room for all of it.
+        Codes what is in files.
 
     Raises
     ------
@@ -182,7 +184,7 @@ def part(
     room = limit - unit_bytes([tensor for tensor in distinct(units) if id(tensor) not in places])
     there = [[t for t in distinct([unit]) if id(t) in places] for unit in units]
     sizes = [unit_bytes(tensors) for tensors in there]
-    coded = {} if code is None or sum(sizes) <= room else code(units, places, loading)
+    coded = {} if code is None else code(units, places)
     on_host = [
         sum(aligned(coded[id(t)].nbytes if id(t) in coded else tensor_bytes(t)) for t in tensors)
         for tensors in there

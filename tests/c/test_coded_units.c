@@ -15,6 +15,7 @@
 #include <fcntl.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <unistd.h>
 #endif
 
@@ -85,7 +86,7 @@ struct model {
     uintptr_t stream;
     struct layer layers[LAYERS];
     unsigned n_layers;
-    size_t link_bytes;
+    size_t link_bytes, kept_bytes;
     unsigned decodes, copies;
 };
 
@@ -126,6 +127,7 @@ static void move_to_file(struct model *m) {
             struct oo_tensor *tensor = &m->layers[i].tensors[t];
             const size_t at = (size_t)((const char *)tensor->host - begin);
             tensor->host = (char *)oo_host_address(m->host) + BEFORE + at;
+            m->kept_bytes += tensor->coded_bytes ? tensor->coded_bytes : tensor->bytes;
             if (m->room)
                 need(oo_host_keep(m->host, BEFORE + at,
                                   tensor->coded_bytes ? tensor->coded_bytes : tensor->bytes,
@@ -234,6 +236,13 @@ static void each_kind_mode_and_memory_gives_its_bits(void) {
                   "%s: %llu of %u decodes", where, (unsigned long long)stats.decodes, m->decodes);
             CHECK(stats.managed_bytes > stats.largest_unit_bytes && stats.late < 2 * LAYERS,
                   "%s: nothing is managed", where);
+            CHECK(!m->room || (oo_host_arrived(m->room) == m->kept_bytes &&
+                               stats.disk_arrived_bytes == m->kept_bytes &&
+                               stats.disk_kept_bytes == m->kept_bytes),
+                  "%s: %zu of %zu bytes, which the figures call %llu of %llu", where,
+                  oo_host_arrived(m->room), m->kept_bytes,
+                  (unsigned long long)stats.disk_arrived_bytes,
+                  (unsigned long long)stats.disk_kept_bytes);
             CHECK(memory != LOCKED || stats.host_waits == 0, "%s: %llu host waits", where,
                   (unsigned long long)stats.host_waits);
             close_model(m, where);
@@ -324,6 +333,19 @@ static void a_chunk_passes_through_the_ring_in_steps(void) {
 }
 
 #if !defined(_WIN32)
+/* The thread that asks for a unit would wait for the disk, and fill the system's cache. */
+static void no_use_looks_at_what_is_in_a_file(void) {
+    set_memory(IN_A_FILE);
+    struct model *m = open_model(LAYERS, 1024, 3 * 4 * MOST_BYTES);
+    void *pages = oo_host_address(m->host);
+    CHECK(mprotect(pages, oo_host_bytes(m->host), PROT_NONE) == 0, "not protected");
+    for (unsigned i = 0; i < LAYERS; i++)
+        need(use_layer(m, i, "not looked at"), "use");
+    CHECK(mprotect(pages, oo_host_bytes(m->host), PROT_READ | PROT_WRITE) == 0, "protected");
+    close_model(m, "not looked at");
+    set_memory(LOCKED);
+}
+
 enum { MOST_READS = 32 };
 static uint64_t reads[MOST_READS][2]; /* where, and how much */
 static _Atomic unsigned n_reads;
@@ -403,6 +425,10 @@ static void a_locked_chunk_passes_through_no_ring(void) {
     CHECK(stats.unlocked_h2d_bytes == PLAIN_BYTES && stats.decodes == 1, "%llu bytes, %llu decodes",
           (unsigned long long)stats.unlocked_h2d_bytes, (unsigned long long)stats.decodes);
     CHECK(n_watched == 1, "the chunk went through the ring");
+    unsigned free_pieces = 0;
+    for (const struct oo_staging_piece *p = m->engine->decoder.free_first; p; p = p->next)
+        free_pieces++;
+    CHECK(free_pieces == OO_STAGING_PIECES, "%u pieces were given back", free_pieces);
     close_model(m, "locked in part");
 }
 
@@ -1100,6 +1126,7 @@ static const struct check_case cases[] = {
     CASE(a_chunk_passes_through_the_ring_in_steps),
 #if !defined(_WIN32)
     CASE(a_chunk_of_which_a_read_fails_is_not_decoded),
+    CASE(no_use_looks_at_what_is_in_a_file),
 #endif
     CASE(a_locked_chunk_passes_through_no_ring),
     CASE(a_copy_that_failed_after_decodes_leaves_them_loose),

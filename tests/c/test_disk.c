@@ -433,6 +433,46 @@ static void what_has_a_place_is_read_once(void) {
     end_keeping(&w, "kept");
 }
 
+/* Two tensors side by side in a file, of which memory keeps one: they travel apart. */
+static void what_is_kept_of_a_unit_travels_apart(void) {
+    enum { UNIT = 4, HALF = 8192 };
+    for (int nth = 0; nth < 2; nth++) {
+        struct world w;
+        begin(&w, 100000);
+        char *master = w.master[UNIT];
+        const size_t at = (size_t)(master - (char *)oo_host_address(w.host));
+        const struct oo_tensor both[] = {{.host = master, .bytes = HALF},
+                                         {.host = master + HALF, .bytes = HALF}};
+        const uint32_t two = 2;
+        struct oo_host *room;
+        struct oo_use use;
+        struct oo_fetched fetched;
+        uint32_t unit, member;
+        size_t offsets[2];
+        need(oo_host_create(HALF, &room), "a room");
+        need(oo_host_keep(w.host, at + (size_t)nth * HALF, HALF, room, 0), "keep");
+        need(oo_engine_lock(w.engine, room, 0), "know the room");
+        need(oo_unit_add(w.engine, w.model, both, &two, 1, 0, &unit, &member, offsets), "unit");
+        CHECK(w.bytes[UNIT] > 2 * HALF && w.engine->units[unit].n_parts == 2, "one part");
+        for (int again = 0; again < 2; again++) {
+            need(acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+            need(oo__enter(w.engine, 0), "enter");
+            need(oo__synchronize(w.engine, w.engine->h2d, 0), "synchronize");
+            oo__leave(w.engine);
+            for (int i = 0; i < 2; i++)
+                CHECK(memcmp((char *)use.address + offsets[i], both[i].host, HALF) == 0,
+                      "other bytes of tensor %d", i);
+            need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+            CHECK(oo_host_arrived(room) == HALF, "%zu bytes", oo_host_arrived(room));
+            need(oo_engine_refresh(w.engine, OO_ALL_MODELS), "refresh");
+        }
+        need(world_remove(&w), "remove");
+        need(oo_host_destroy(room), "the room");
+        need(oo_model_add(w.engine, &w.model), "a model");
+        end(&w, "apart");
+    }
+}
+
 static void whatever_fails_while_it_arrives_the_next_step_is_right(void) {
     struct world w;
     for (unsigned nth = 1; nth <= UNITS; nth++) {
@@ -551,7 +591,6 @@ static const char *bring(const struct world *w, const struct oo_part *part, cons
     return came;
 }
 
-/* Of pages that came in part the rest is not known. */
 /* Of what is read the pages are here, so that a page of two chunks arrives with either. */
 static void whole_pages_are_kept(void) {
     enum { UNIT = 4 };
@@ -580,6 +619,32 @@ static void whole_pages_are_kept(void) {
     oo__pages_unmap(room, (bytes / page + 3) * page);
     need(step(&w), "step");
     end_keeping(&w, "whole pages");
+}
+
+static ptrdiff_t one_less(int file, void *target, size_t bytes, uint64_t begins) {
+    return oo__file_read(file, target, bytes, begins) - 1;
+}
+
+/* What is behind the masters in their last page is kept as well. */
+static void a_read_that_ends_in_its_last_page_is_short(void) {
+    enum { UNIT = 4 };
+    struct world w;
+    begin_keeping(&w);
+    const struct oo_part *part = &w.engine->units[w.unit[UNIT]].parts[0];
+    const size_t bytes = w.bytes[UNIT] - 300;
+    struct oo_failure failure = {0};
+    int is_read = 0;
+    char *room = oo__pages_map(oo__ring_piece_bytes);
+    CHECK(oo__disk_skew(w.master[UNIT] + bytes) > 1, "it ends with a page");
+    w.host->disk->read = one_less;
+    CHECK(!bring(&w, part, w.master[UNIT], bytes, room, &failure, &is_read) &&
+              oo__disk_fail(&failure) == OO_E_FILE && strstr(oo_error_message(), "ended before"),
+          "not short: %s", oo_error_message());
+    CHECK(oo_host_arrived(kept_in) == 0, "%zu bytes are kept", oo_host_arrived(kept_in));
+    w.host->disk->read = counted_read;
+    oo__pages_unmap(room, oo__ring_piece_bytes);
+    need(step(&w), "step");
+    end_keeping(&w, "short");
 }
 
 /* As of a file system that has no direct reads, which says so when the file is opened. */
@@ -977,12 +1042,14 @@ static const struct check_case cases[] = {
     CASE(what_is_written_in_memory_counts),
     CASE(a_hit_sees_that_memory_was_written),
     CASE(what_has_a_place_is_read_once),
+    CASE(what_is_kept_of_a_unit_travels_apart),
     CASE(whatever_fails_while_it_arrives_the_next_step_is_right),
     CASE(nothing_of_another_file_is_kept),
     CASE(a_write_counts_more_than_what_is_kept),
     CASE(a_room_goes_before_its_file_or_after_it),
     CASE(a_room_is_locked_when_no_copy_is_under_way),
     CASE(whole_pages_are_kept),
+    CASE(a_read_that_ends_in_its_last_page_is_short),
     CASE(a_file_without_direct_reads_is_opened),
     CASE(what_cannot_be_kept),
     CASE(threads_that_read_end_with_the_files),

@@ -14,7 +14,9 @@ from torch import nn
 import oracle_offload
 from oracle_offload.compress import coded_files
 from oracle_offload.compress.store import user_store
+from oracle_offload.engine import simulator
 from oracle_offload.errors import OffloadError
+from oracle_offload.model.arena import Arena
 
 pytestmark = test_disk.pytestmark
 inputs_on_the_device, step = test_disk.inputs_on_the_device, test_disk.step
@@ -107,6 +109,29 @@ def test_sampling_locks_what_memory_keeps(device, tmp_path):
         stats, kept = stats_of(manager), stats_of(manager)["disk_kept_bytes"]
         assert stats["locked_bytes"] - stats["ring_bytes"] >= kept > WEIGHT
         assert "read from files" in str(manager.memory_summary())
+
+
+def test_a_disk_that_sets_the_pace_is_read_in_less_time(tmp_path):
+    resident, path = saved(tmp_path)
+    resident.requires_grad_(False)
+    arena, seconds = 180 * 1024, {}
+    with simulator.device(disk_gbps=0.05, disk_latency_s=0.0):
+        for compress, vram in ((None, arena), ("lossless", arena + 4 * (WEIGHT + 256))):
+            managed = coded_tower().requires_grad_(False)
+            sizes = {"vram_budget": vram, "ram_budget": "80KiB"}
+            with (
+                compressed(managed, "cpu", path, compress=compress, **sizes) as manager,
+                torch.no_grad(),
+            ):
+                assert len(coded_layers(manager)) == (DEPTH if compress else 0)
+                for _ in range(4):
+                    begun, read = simulator.now(), read_bytes(manager)
+                    x = torch.randn(3, WIDTH, dtype=torch.bfloat16)
+                    assert_same(managed(x), resident(x))
+                    simulator.finish()
+                seconds[compress] = simulator.now() - begun
+                assert seconds[compress] > 0.9 * (read_bytes(manager) - read) / 0.05e9
+    assert seconds["lossless"] < 0.8 * seconds[None]
 
 
 @pytest.mark.parametrize("how", ["in place", "data", "load_state_dict"])
@@ -247,9 +272,55 @@ def test_use_is_noted_without_a_write(tmp_path, cache):
     assert used_s > 1e9 and named == coded and nbytes == used.st_size
 
 
-def test_what_has_room_is_not_coded_by_auto(tmp_path, cache):
+@pytest.mark.parametrize("compress", ["lossless", "auto"])
+def test_what_memory_has_room_for_is_coded_too(device, tmp_path, compress):
     resident, path = saved(tmp_path)
     managed = coded_tower()
-    with compressed(managed, "cpu", path, compress="auto", ram_budget="1GiB") as manager:
-        assert not coded_layers(manager) and not cache.exists()
+    sizes = {"ram_budget": "1GiB", "compress": compress}
+    with compressed(managed, device, path, **sizes) as manager:
+        assert len(coded_layers(manager)) == DEPTH and disk_bytes(manager) == 0
+        assert_models_agree(managed, resident, step, device=device)
+        assert stats_of(manager)["disk_arrived_bytes"] < SMALLER * DEPTH * WEIGHT
+
+
+def test_auto_says_that_the_device_cannot_decode(tmp_path, monkeypatch, caplog):
+    def refuse(arena):
+        raise OffloadError("no kernels")
+
+    monkeypatch.setattr(Arena, "check_staging", refuse)
+    resident, path = saved(tmp_path)
+    managed = coded_tower()
+    with compressed(managed, "cpu", path, compress="auto") as manager:
+        assert "compress='auto': the device cannot decode: no kernels" in caplog.text
+        assert "cannot decode" in manager.attachment.compressed_because
+        assert not coded_layers(manager) and disk_bytes(manager) > 0
+        assert_models_agree(managed, resident, step)
+    with pytest.raises(OffloadError, match="no kernels"), compressed(coded_tower(), "cpu", path):
+        pass
+
+
+@pytest.mark.parametrize("what", ["replaced", "removed"])
+@pytest.mark.parametrize("times", [1, 9])
+def test_what_another_process_does_to_the_name_does_not_matter(
+    tmp_path, cache, monkeypatch, caplog, what, times
+):
+    resident, path = saved(tmp_path)
+    left, opened = [times], coded_files._open
+
+    def open_and_lose(name):
+        file = opened(name)
+        if file is not None and left[0]:
+            left[0] -= 1
+            content = name.read_bytes()
+            name.unlink()
+            if what == "replaced":
+                (tmp_path / "other").write_bytes(content)
+                os.replace(tmp_path / "other", name)
+        return file
+
+    monkeypatch.setattr(coded_files, "_open", open_and_lose)
+    managed = coded_tower()
+    with compressed(managed, "cpu", path) as manager:
+        assert bool(coded_layers(manager)) == (times == 1)
+        assert ("again and again" in caplog.text) == (times > 1)
         assert_models_agree(managed, resident, step)
