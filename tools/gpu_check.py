@@ -87,7 +87,7 @@ CLOCK = (
     _tests("tests", 150, "convolutions"),
     _tests("tests", 150, "matrix"),
     _tests("tests", 150, "embedding", "reading_adapters", "kept", "handle"),
-    _tests("tests", 150, "compress", "disk"),  # decoded by our own kernels; read from files
+    _tests("tests", 150, "compress", "disk", "disk_coded"),  # by our own kernels; from files
     _tests("tests", 150, "autocast", "writes", "gradients", "late_gradients", "step_scalars"),
     _tests("tests", 150, "models", "micro_batches", "exceptions", "activations_leave", "budget"),
     _tests("tests", 150, "stepping", "in_backward", "clipping"),
