@@ -39,7 +39,7 @@ void oo__disk_free(struct oo_disk *disk);
 
 /* That of which all these masters are part; NULL: they are read each time. */
 struct oo_kept *oo__kept_at(const struct oo_disk *disk, const char *masters, size_t bytes);
-/* Keep these, which are no part's and so never read, as memory shows them. */
+/* Keep these as memory shows them, whether a part reads them or not. */
 void oo__disk_keep_shown(const struct oo_disk *disk, struct oo_kept *kept, const char *masters,
                          size_t bytes);
 /* What is kept of the file is so no more; no engine copies any of it. */

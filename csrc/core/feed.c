@@ -61,11 +61,10 @@ static struct oo_feed *oo__queue_next(const struct oo_engine *engine) {
     for (struct oo_feed *feed = feeder->first; feed; feed = feed->next) {
         const int may_begin = !passed && !feeder->measures && (!feed->begin || !feeder->n_begun);
         const struct oo_part *part = &feed->parts[feed->part];
-        if ((feed->is_near && feeder->n_near >= OO_NEAR_THREADS) ||
-            (oo__is_decoded(part) && !oo__piece_is_free(&engine->decoder, part->bytes))) {
-            passed |= feed->begin && !feed->begun;
+        if (feed->is_near && feeder->n_near >= OO_NEAR_THREADS)
             continue;
-        }
+        if (oo__is_decoded(part) && !oo__piece_is_free(&engine->decoder, part->bytes))
+            continue;
         if (feed->begun || may_begin)
             return feed;
         passed = 1;

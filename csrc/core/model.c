@@ -178,8 +178,8 @@ static enum oo_status oo__parts_of_coded(const struct oo_engine *engine,
         const struct oo_known *memory = oo__known_memory(engine, chunk, bytes);
         const size_t skipped = header.mode == OO_CODEC_TIERS ? 0 : OO_CODEC_HEADER;
         struct oo_kept *kept = oo__kept_of(memory, chunk, bytes);
-        if (made->parts && kept && skipped)
-            oo__disk_keep_shown(memory->host->disk, kept, chunk, skipped);
+        if (kept) /* it was read here, and of some chunks never is again */
+            oo__disk_keep_shown(memory->host->disk, kept, chunk, OO_CODEC_HEADER);
         if (made->parts)
             made->parts[made->count] =
                 (struct oo_part){.host = chunk + skipped,
