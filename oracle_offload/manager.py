@@ -585,7 +585,7 @@ class _Placed:
     disk: on_disk.OnDisk
     loading: Loading | None
     shared: Share | None
-    why_none_decoded: str
+    why_none_decoded: str = ""
 
     def weights(self, staging: int) -> Weights:
         """Return what `place` needs to know."""

@@ -530,27 +530,21 @@ static void oo__feed_count(struct oo_engine *engine, uint32_t id) {
     feed->open = !feed->arrives;
 }
 
-int oo__feeder_settle(struct oo_engine *engine) {
+/* Wait until a copy thread has done something, perhaps. Under the feeder's mutex. In virtual time
+ * all of them are waited for that have or find something to do, so that nothing is queued late;
+ * then it passes, unless one has ended `feed` meanwhile (NULL: any). */
+static void oo__feeder_wait(struct oo_engine *engine, const struct oo_feed *feed) {
     struct oo_feeder *feeder = &engine->feeder;
     const unsigned busy = oo__queue_next(engine) ? feeder->n_threads : feeder->n_active;
     oo__mutex_unlock(feeder->mutex);
     const int all = oo__simulated_readers(engine, busy);
     oo__mutex_lock(feeder->mutex);
-    return all;
-}
-
-void oo__feeder_rest(struct oo_engine *engine, int all) {
+    if (feed ? !feed->running : !feeder->n_running)
+        return;
     if (all < 0)
-        oo__mutex_wait(engine->feeder.mutex, oo__clock_s() + oo__idle_s);
+        oo__mutex_wait(feeder->mutex, oo__clock_s() + oo__idle_s);
     else if (all)
         oo__simulated_pass(engine);
-}
-
-/* Wait until a copy thread has done something, perhaps: `feed` ended (NULL: all that run). */
-static void oo__feeder_wait(struct oo_engine *engine, const struct oo_feed *feed) {
-    const int all = oo__feeder_settle(engine);
-    if (feed ? feed->running : engine->feeder.n_running != 0)
-        oo__feeder_rest(engine, all);
 }
 
 enum oo_status oo__feed_await(struct oo_engine *engine, uint32_t id) {

@@ -24,13 +24,6 @@ enum oo_status oo__feed_await(struct oo_engine *engine, uint32_t unit);
 void oo__feed_stop(struct oo_engine *engine, uint32_t unit);
 /* Stop it, and forget how it ended. */
 void oo__feed_forget(struct oo_engine *engine, uint32_t unit);
-/* A wait for copy threads is both of these, with a look between them at what is waited for. Under
- * the feeder's mutex, which both give up meanwhile. In virtual time the first waits for all that
- * have or find something to do, so that nothing is queued late; `all` of them then wait for time to
- * pass, or not, or it is not virtual (-1). */
-int oo__feeder_settle(struct oo_engine *engine);
-/* Wait until a copy thread has done something, or let time pass. */
-void oo__feeder_rest(struct oo_engine *engine, int all);
 /* Whether anything is fed now. */
 int oo__feeds_run(const struct oo_engine *engine);
 /* Wait until nothing is fed. */

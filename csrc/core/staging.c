@@ -9,14 +9,16 @@
 #include "staging.h"
 #include "../base/os.h"
 #include "call.h"
-#include "disk.h"
 #include "feed.h"
+#include "host.h"
 #include "kernels.h"
 #include "simulated.h"
 #include "timing.h"
 
 #include <stdlib.h>
 #include <string.h>
+
+static const double oo__idle_s = 3600; /* a thread that waits is woken; a clock needs an end */
 
 int oo__works(struct oo_failure *failure, const char *call, OOCUresult result) {
     if (result != OOCU_SUCCESS)
@@ -34,6 +36,10 @@ static size_t oo__largest_piece(const struct oo_engine *engine) {
     return largest;
 }
 
+static int oo__is_in_file(const struct oo_part *part) {
+    return part->memory && part->memory->host->disk;
+}
+
 static enum oo_status oo__part_check(const struct oo_engine *engine, uint32_t id,
                                      const struct oo_part *part) {
     const size_t skipped = part->header.mode == OO_CODEC_TIERS ? 0 : OO_CODEC_HEADER;
@@ -41,7 +47,7 @@ static enum oo_status oo__part_check(const struct oo_engine *engine, uint32_t id
     if (part->header.mode == 0)
         return OO_OK;
     /* Of a file the state is compared after each read: looking at its bytes here reads them. */
-    if (!oo__disk_of(part) && memcmp(chunk, &part->header, sizeof part->header) != 0)
+    if (!oo__is_in_file(part) && memcmp(chunk, &part->header, sizeof part->header) != 0)
         return oo__fail(OO_E_STATE,
                         "a coded master of unit %u is damaged: the header of its chunk at %p is "
                         "not what it was when the unit was added; coded weights cannot be "
@@ -136,11 +142,8 @@ struct oo_staging_piece *oo__piece_take(struct oo_engine *engine, const struct o
     oo__mutex_lock(engine->feeder.mutex);
     /* There is one that is large enough: oo__coded_check has seen it, and it goes only when
      * nothing is fed. */
-    while (!(piece = oo__piece_next(&engine->decoder, part->bytes))) {
-        const int all = oo__feeder_settle(engine);
-        if (!oo__piece_is_free(&engine->decoder, part->bytes))
-            oo__feeder_rest(engine, all);
-    }
+    while (!(piece = oo__piece_next(&engine->decoder, part->bytes)))
+        oo__mutex_wait(engine->feeder.mutex, oo__clock_s() + oo__idle_s);
     oo__mutex_unlock(engine->feeder.mutex);
     if (oo__piece_await(engine, piece, failure))
         return piece;

@@ -27,11 +27,13 @@ static void oo__add_unit(const struct oo_engine *engine, struct oo_stats *sum, u
         sum->resident_units++;
         sum->resident_bytes += unit->device_bytes;
     }
+    const struct oo_kept *counted = NULL;
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_part *part = &unit->parts[i];
         if (part->kept) {
-            if (i && part[-1].kept == part->kept) /* another chunk of the same */
+            if (part->kept == counted) /* another chunk of the same */
                 continue;
+            counted = part->kept;
             sum->disk_kept_bytes += part->kept->bytes;
             sum->disk_arrived_bytes += part->kept->arrived;
         } else if (oo__disk_of(part))

@@ -78,7 +78,7 @@ def test_a_cut_is_a_page_at_which_a_unit_begins(monkeypatch):
         ([1, 41], [0, page], [page, page + 41]),
         ([page, 30, 11], [0, page, 3 * page], [page, 3 * page, 3 * page + 11]),
     ):
-        found = masters.lay_out([[tensor(steps)] for steps in sizes])
+        found = masters.lay_out([[STEP * steps] for steps in sizes])
         assert found == ([STEP * n for n in offsets], [STEP * n for n in cuts]), sizes
 
 
