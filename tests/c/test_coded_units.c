@@ -432,6 +432,24 @@ static void a_locked_chunk_passes_through_no_ring(void) {
     close_model(m, "locked in part");
 }
 
+static void a_chunk_of_memory_that_is_not_known_travels(void) {
+    struct model *m = open_model(1, 8192, (size_t)LAYERS * 4 * MOST_BYTES);
+    struct layer *layer = &m->layers[0];
+    const uint32_t one = 1;
+    char *own = malloc(layer->tensors[0].coded_bytes);
+    memcpy(own, layer->tensors[0].host, layer->tensors[0].coded_bytes);
+    layer->tensors[0].host = own;
+    for (int t = 1; t < TENSORS; t++)
+        layer->tensors[t].bytes = 0;
+    need(oo_unit_add(m->engine, m->model, layer->tensors, &one, 1, 0, &layer->unit, &layer->member,
+                     layer->offsets),
+         "unit");
+    CHECK(!m->engine->units[layer->unit].parts[0].memory, "it is known");
+    need(use_layer(m, 0, "not known"), "use");
+    close_model(m, "not known");
+    free(own);
+}
+
 /* Many chunks and few pieces; copies do not wait for the host. */
 static void chunks_take_turns_in_the_staging_memory(void) {
     struct world w;
@@ -1129,6 +1147,7 @@ static const struct check_case cases[] = {
     CASE(no_use_looks_at_what_is_in_a_file),
 #endif
     CASE(a_locked_chunk_passes_through_no_ring),
+    CASE(a_chunk_of_memory_that_is_not_known_travels),
     CASE(a_copy_that_failed_after_decodes_leaves_them_loose),
     CASE(chunks_take_turns_in_the_staging_memory),
     CASE(a_piece_whose_decode_has_no_mark_is_used_after_it),
