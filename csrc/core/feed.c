@@ -54,7 +54,8 @@ static int oo__is_decoded(const struct oo_part *part) {
 
 /* The feed to go on with; NULL: none. One that is measured runs alone, so that its time is its own,
  * and no later one begins before it. Few threads at a time copy what is near, so that the others go
- * on reading. None begins a chunk that staging memory has no piece for: it would only wait. */
+ * on reading. None begins a chunk that staging memory has no piece for: it would only wait. One
+ * that is passed over for either may be overtaken. */
 static struct oo_feed *oo__queue_next(const struct oo_engine *engine) {
     const struct oo_feeder *feeder = &engine->feeder;
     int passed = 0;
