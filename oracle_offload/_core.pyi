@@ -111,8 +111,9 @@ class HostBuffer:
         """`node`: the NUMA node that its pages shall be on, as far as threads may run there.
 
         `file`: a descriptor, or what `section_create` has made, whose bytes from `begin` on it is:
-        in all processes the same memory. With its `path` it is all of that file instead, privately
-        mapped: what an engine copies of it, it reads from the file, unless it was written here.
+        in all processes the same memory. With its `path` it is all of that file instead (on Windows
+        `file` is a handle), privately mapped: what an engine copies of it, it reads from the file,
+        unless it was written here.
         """
 
     def __buffer__(self, flags: int, /) -> memoryview: ...

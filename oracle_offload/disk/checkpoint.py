@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,12 @@ class WeightFile:
     def memory(self) -> HostBuffer:
         """Return all of the file as memory for masters that stay there: see `HostBuffer`."""
         path = os.fsencode(os.path.abspath(self.path))
-        return HostBuffer(self._state[0], file=self._file.fileno(), path=path)
+        file = self._file.fileno()
+        if sys.platform == "win32":
+            import msvcrt
+
+            file = msvcrt.get_osfhandle(file)
+        return HostBuffer(self._state[0], file=file, path=path)
 
     def _current_state(self) -> tuple[int, int]:
         found = os.fstat(self._file.fileno())
@@ -106,8 +112,9 @@ class WeightFile:
 
     def note_use(self) -> None:
         """Note that it is used now: the time of its last access, not that of its last write."""
+        file = self._file.fileno() if os.utime in os.supports_fd else self.path
         with contextlib.suppress(OSError):  # of another user, say
-            os.utime(self._file.fileno(), ns=(time.time_ns(), self.times_ns()[0]))
+            os.utime(file, ns=(time.time_ns(), self.times_ns()[0]))
 
     def check_unwritten(self) -> None:
         """Refuse what was read where the file was written meanwhile; one in its place is no matter.

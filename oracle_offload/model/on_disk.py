@@ -158,10 +158,10 @@ def part(
             "attach(..., weights=path), with the model made inside oracle_offload.empty_weights(). "
             "oracle_offload.save_weights writes the files of a model that is loaded."
         )
-    if sys.platform != "linux":
+    if sys.platform not in ("linux", "win32"):
         raise OffloadError(
-            "disk=True needs a system that tells which pages of a mapped file were written, which "
-            "is Linux alone; leave it away, and set ram_budget."
+            "disk=True needs a system that tells which pages of a mapped file were written: Linux "
+            "or Windows. Leave it away, and set ram_budget."
         )
     places = {
         id(tensor): (tensor, *place)
