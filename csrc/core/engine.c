@@ -482,6 +482,104 @@ static enum oo_status oo__release(struct oo_engine *engine, uint64_t ticket, OOC
     return OO_OK;
 }
 
+/* Whether copy threads may be writing to the window: they have to be stopped first. (While they
+ * run, a thread that decodes may wait for a piece of staging memory that one of them has.) */
+static int oo__is_being_fed(const struct oo_engine *engine, const struct oo_window *window) {
+    for (const struct oo_block *block = window->first;; block = block->next) {
+        const struct oo_feed *feed =
+            block->unit == OO_NO_UNIT ? NULL : engine->units[block->unit].feed;
+        if (feed && feed->open)
+            return 1;
+        if (block == window->last)
+            return 0;
+    }
+}
+
+/* Whether all uses of the window's bytes are over by now. */
+static int oo__is_free_now(const struct oo_engine *engine, const struct oo_window *window) {
+    for (const struct oo_block *block = window->first;; block = block->next) {
+        const struct oo_unit *unit = block->unit == OO_NO_UNIT ? NULL : &engine->units[block->unit];
+        for (uint32_t i = 0; unit && i < unit->n_uses; i++)
+            if (unit->uses[i].lost ||
+                engine->driver.cuEventQuery(unit->uses[i].event->handle) != OOCU_SUCCESS)
+                return 0;
+        if (block == window->last)
+            return 1;
+    }
+}
+
+/* Whether the copy would hold up others, which come from a disk: it waits on the h2d stream for the
+ * uses of what is in its place, and what threads read is queued behind that as it comes, though its
+ * own place may have been free for long. Then it is begun after them. */
+static int oo__would_hold_up(const struct oo_engine *engine, const struct oo_window *window) {
+    return engine->feeder.reads && oo__feeds_run(engine) && !oo__is_free_now(engine, window);
+}
+
+/* Let go what has to leave, and start copies by next use until nothing more is worth its place. A
+ * prefetch that fails is given up: the unit is copied when it is asked for, and the failure
+ * surfaces there if it lasts. */
+static void oo__start_copies(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
+    uint32_t id;
+    struct oo_window window;
+    while (engine->usable && oo_plan_next_drop(engine->plan, &id)) {
+        const struct oo_feed *feed = engine->units[id].feed;
+        if ((flags & OO_NONBLOCKING) && feed && feed->open) {
+            fetched->more = 1;
+            return;
+        }
+        if (oo__drop(engine, id) != OO_OK)
+            return;
+        engine->models[engine->units[id].model].stats.evictions++;
+        oo__journal(engine, OO_DEED_EVICT, id, engine->units[id].device_bytes, id);
+    }
+    while (engine->usable && oo_plan_next_fetch(engine->plan, &id, &window)) {
+        if (fetched->count == OO_MAX_FETCHED ||
+            ((flags & OO_NONBLOCKING) &&
+             (oo__is_being_fed(engine, &window) ||
+              (engine->units[id].decodes && oo__feeds_run(engine)) ||
+              !oo__queue_has_room(engine, engine->units[id].n_parts)))) {
+            fetched->more = 1;
+            return;
+        }
+        if (oo__would_hold_up(engine, &window))
+            return;
+        struct oo_stats *stats = &engine->models[engine->units[id].model].stats;
+        if (oo__copy_in(engine, id, &window, 0) != OO_OK) {
+            stats->prefetch_failures++;
+            return;
+        }
+        stats->prefetches++;
+        oo__note_fetched(fetched, id);
+    }
+}
+
+/* A copy that the driver has only collected would overlap nothing. */
+static void oo__prefetch(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
+    oo__start_copies(engine, flags, fetched);
+    if (fetched->count)
+        oo__flush(engine);
+}
+
+static void oo__start_more(struct oo_engine *engine, void *fetched) {
+    oo__prefetch(engine, 0, fetched);
+}
+
+/* Wait for what copy threads bring. Kernels leave places meanwhile, and no other call comes before
+ * it is there: copies that would have held up others when they were due begin here. */
+static enum oo_status oo__await_fed(struct oo_engine *engine, uint32_t id,
+                                    struct oo_fetched *fetched) {
+    oo_plan_pin(engine->plan, id); /* its own place is none of these */
+    const enum oo_status status =
+        oo__feed_await_with(engine, id, engine->feeder.reads ? oo__start_more : NULL, fetched);
+    oo_plan_unpin(engine->plan, id);
+    fetched->more = 0;
+    if (status != OO_OK) { /* it will be copied anew, and needs a row of its own */
+        oo__distrust(engine, fetched);
+        fetched->count = 0;
+    }
+    return status;
+}
+
 static enum oo_status oo__acquire(struct oo_engine *engine, const struct oo_request *request,
                                   int flags, struct oo_use *use) {
     const OOCUstream stream = (OOCUstream)request->stream;
@@ -548,7 +646,7 @@ again:
         OO_TRY(oo__drop(engine, id));
         resident = 0;
     } else {
-        status = oo__feed_await(engine, id);
+        status = oo__await_fed(engine, id, &use->fetched);
         if (status != OO_OK) { /* as a prefetch that fails at once: given up, and made again */
             stats->prefetch_failures++;
             OO_TRY(engine->dead == OO_OK ? oo__drop(engine, id) : status);
@@ -629,84 +727,6 @@ enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *
 }
 
 /* ---- release and prefetch ---- */
-
-/* Whether copy threads may be writing to the window: they have to be stopped first. (While they
- * run, a thread that decodes may wait for a piece of staging memory that one of them has.) */
-static int oo__is_being_fed(const struct oo_engine *engine, const struct oo_window *window) {
-    for (const struct oo_block *block = window->first;; block = block->next) {
-        const struct oo_feed *feed =
-            block->unit == OO_NO_UNIT ? NULL : engine->units[block->unit].feed;
-        if (feed && feed->open)
-            return 1;
-        if (block == window->last)
-            return 0;
-    }
-}
-
-/* Whether all uses of the window's bytes are over by now. */
-static int oo__is_free_now(const struct oo_engine *engine, const struct oo_window *window) {
-    for (const struct oo_block *block = window->first;; block = block->next) {
-        const struct oo_unit *unit = block->unit == OO_NO_UNIT ? NULL : &engine->units[block->unit];
-        for (uint32_t i = 0; unit && i < unit->n_uses; i++)
-            if (unit->uses[i].lost ||
-                engine->driver.cuEventQuery(unit->uses[i].event->handle) != OOCU_SUCCESS)
-                return 0;
-        if (block == window->last)
-            return 1;
-    }
-}
-
-/* Whether the copy would hold up others, which come from a disk: it waits on the h2d stream for the
- * uses of what is in its place, and what threads read is queued behind that as it comes, though its
- * own place may have been free for long. Then it is begun after them. */
-static int oo__would_hold_up(const struct oo_engine *engine, const struct oo_window *window) {
-    return engine->feeder.reads && oo__feeds_run(engine) && !oo__is_free_now(engine, window);
-}
-
-/* Let go what has to leave, and start copies by next use until nothing more is worth its place. A
- * prefetch that fails is given up: the unit is copied when it is asked for, and the failure
- * surfaces there if it lasts. */
-static void oo__start_copies(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
-    uint32_t id;
-    struct oo_window window;
-    while (engine->usable && oo_plan_next_drop(engine->plan, &id)) {
-        const struct oo_feed *feed = engine->units[id].feed;
-        if ((flags & OO_NONBLOCKING) && feed && feed->open) {
-            fetched->more = 1;
-            return;
-        }
-        if (oo__drop(engine, id) != OO_OK)
-            return;
-        engine->models[engine->units[id].model].stats.evictions++;
-        oo__journal(engine, OO_DEED_EVICT, id, engine->units[id].device_bytes, id);
-    }
-    while (engine->usable && oo_plan_next_fetch(engine->plan, &id, &window)) {
-        if (fetched->count == OO_MAX_FETCHED ||
-            ((flags & OO_NONBLOCKING) &&
-             (oo__is_being_fed(engine, &window) ||
-              (engine->units[id].decodes && oo__feeds_run(engine)) ||
-              !oo__queue_has_room(engine, engine->units[id].n_parts)))) {
-            fetched->more = 1;
-            return;
-        }
-        if (oo__would_hold_up(engine, &window))
-            return;
-        struct oo_stats *stats = &engine->models[engine->units[id].model].stats;
-        if (oo__copy_in(engine, id, &window, 0) != OO_OK) {
-            stats->prefetch_failures++;
-            return;
-        }
-        stats->prefetches++;
-        oo__note_fetched(fetched, id);
-    }
-}
-
-/* A copy that the driver has only collected would overlap nothing. */
-static void oo__prefetch(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
-    oo__start_copies(engine, flags, fetched);
-    if (fetched->count)
-        oo__flush(engine);
-}
 
 enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uintptr_t stream,
                                  int flags, struct oo_fetched *fetched) {

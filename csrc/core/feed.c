@@ -52,15 +52,18 @@ static int oo__is_decoded(const struct oo_part *part) {
     return part->header.mode == OO_CODEC_TIERS;
 }
 
-/* The feed to go on with; NULL: none. One that is measured runs alone, so that its time is its own,
- * and no later one begins before it. Few threads at a time copy what is near, so that the others go
+/* The feed to go on with; NULL: none. One that is measured runs alone among its kind, near or not,
+ * so that its time is its own, and no later one begins before it: those of the other kind wait for
+ * another thing, the link or a disk. Few threads at a time copy what is near, so that the others go
  * on reading. None begins a chunk that staging memory has no piece for: it would only wait. One
  * that is passed over for either may be overtaken. */
 static struct oo_feed *oo__queue_next(const struct oo_engine *engine) {
     const struct oo_feeder *feeder = &engine->feeder;
-    int passed = 0;
+    int passed[2] = {0, 0};
     for (struct oo_feed *feed = feeder->first; feed; feed = feed->next) {
-        const int may_begin = !passed && !feeder->measures && (!feed->begin || !feeder->n_begun);
+        const int kind = feed->is_near;
+        const int may_begin =
+            !passed[kind] && !feeder->measures[kind] && (!feed->begin || !feeder->n_begun[kind]);
         const struct oo_part *part = &feed->parts[feed->part];
         if (feed->is_near && feeder->n_near >= OO_NEAR_THREADS)
             continue;
@@ -68,7 +71,7 @@ static struct oo_feed *oo__queue_next(const struct oo_engine *engine) {
             continue;
         if (feed->begun || may_begin)
             return feed;
-        passed = 1;
+        passed[kind] = 1;
     }
     return NULL;
 }
@@ -323,8 +326,8 @@ static void oo__feed_end(struct oo_engine *engine, struct oo_feed *feed) {
     feed->nanoseconds = feeder->nanoseconds;
     feeder->nanoseconds = 0;
     if (feed->begun) {
-        feeder->n_begun--;
-        feeder->measures = 0;
+        feeder->n_begun[feed->is_near]--;
+        feeder->measures[feed->is_near] = 0;
     }
     feed->running = 0;
     feeder->n_running--;
@@ -341,8 +344,8 @@ static void oo__feed_on(struct oo_engine *engine, struct oo_feed *feed, int *ent
     int works = *entered;
     if (works && !feed->begun) {
         feed->begun = 1;
-        feeder->n_begun++;
-        feeder->measures = feed->begin != NULL;
+        feeder->n_begun[feed->is_near]++;
+        feeder->measures[feed->is_near] = feed->begin != NULL;
         works = !feed->begin ||
                 oo__works(&failure, "cuEventRecord",
                           engine->driver.cuEventRecord(feed->begin->handle, engine->h2d));
@@ -351,14 +354,14 @@ static void oo__feed_on(struct oo_engine *engine, struct oo_feed *feed, int *ent
         const struct oo_piece piece = oo__take_piece(engine, feed);
         struct oo_costs costs = {0};
         feed->active++;
-        feeder->n_near += feed->is_near != 0;
+        feeder->n_near += (uint32_t)feed->is_near;
         if (feeder->n_active++ == 0)
             feeder->since = oo__nanoseconds();
         oo__mutex_unlock(feeder->mutex);
         works = oo__copy_piece(engine, &piece, &failure, &costs);
         oo__mutex_lock(feeder->mutex);
         feed->active--;
-        feeder->n_near -= feed->is_near != 0;
+        feeder->n_near -= (uint32_t)feed->is_near;
         if (--feeder->n_active == 0)
             oo__clock_stop(feeder);
         if (piece.staged)
@@ -380,6 +383,8 @@ static void oo__feed_on(struct oo_engine *engine, struct oo_feed *feed, int *ent
     }
     if (!feed->queued && !feed->active)
         oo__feed_end(engine, feed);
+    else if (feeder->told)
+        oo__mutex_wake(feeder->mutex);
 }
 
 static void oo__feeder_run(void *argument) {
@@ -549,6 +554,11 @@ static void oo__feeder_wait(struct oo_engine *engine, const struct oo_feed *feed
 }
 
 enum oo_status oo__feed_await(struct oo_engine *engine, uint32_t id) {
+    return oo__feed_await_with(engine, id, NULL, NULL);
+}
+
+enum oo_status oo__feed_await_with(struct oo_engine *engine, uint32_t id,
+                                   void (*meanwhile)(struct oo_engine *, void *), void *argument) {
     struct oo_feeder *feeder = &engine->feeder;
     struct oo_feed *feed = engine->units[id].feed;
     if (!feed || !feed->open)
@@ -558,8 +568,16 @@ enum oo_status oo__feed_await(struct oo_engine *engine, uint32_t id) {
     engine->stats.feed_waits += feed->running != 0;
     /* H9: until the copy threads have recorded `ready`, a stream that waits for it waits for
      * nothing. */
-    while (feed->running)
+    feeder->told = meanwhile != NULL;
+    while (feed->running) {
         oo__feeder_wait(engine, feed);
+        if (!meanwhile || !feed->running)
+            continue;
+        oo__mutex_unlock(feeder->mutex);
+        meanwhile(engine, argument);
+        oo__mutex_lock(feeder->mutex);
+    }
+    feeder->told = 0;
     oo__mutex_unlock(feeder->mutex);
     engine->stats.feed_wait_seconds += (double)(oo__nanoseconds() - begin) * 1e-9;
     oo__feed_count(engine, id);

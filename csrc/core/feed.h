@@ -19,6 +19,10 @@ enum oo_status oo__feed_begin(struct oo_engine *engine, uint32_t unit, uintptr_t
 /* Wait until `ready` is recorded. A failure is that of the copy threads, the same each time until
  * the unit's copy is forgotten. OO_OK where the unit was not fed. */
 enum oo_status oo__feed_await(struct oo_engine *engine, uint32_t unit);
+/* The same; `meanwhile` is called each time that a copy thread has done something. It must not stop
+ * the unit's copy. */
+enum oo_status oo__feed_await_with(struct oo_engine *engine, uint32_t unit,
+                                   void (*meanwhile)(struct oo_engine *, void *), void *argument);
 /* Stop copying the unit: when this returns no copy thread reads its masters. What has not been
  * copied never arrives. */
 void oo__feed_stop(struct oo_engine *engine, uint32_t unit);

@@ -116,9 +116,11 @@ struct oo_feed {
 struct oo_feeder {
     struct oo_mutex *mutex; /* taken after the engine's; protects what follows */
     struct oo_feed *first;  /* of the queue */
-    uint32_t n_running, n_active, n_begun;
+    uint32_t n_running, n_active;
     uint32_t n_near;             /* pieces under way of feeds that are near */
-    int measures;                /* the one that has begun is measured */
+    uint32_t n_begun[2];         /* feeds, of those that are near: [1] */
+    int measures[2];             /* the one that has begun is measured */
+    int told;                    /* of each piece: who waits for a feed */
     uint32_t n_wanted;           /* threads: those whose number is higher end */
     struct oo_failure loss;      /* of the context, as a copy thread met it */
     uint64_t since, nanoseconds; /* some thread has been copying since; and did, not yet counted */

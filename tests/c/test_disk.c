@@ -1028,6 +1028,97 @@ static void pieces_of_both_kinds_take_turns_on_the_link(void) {
     CHECK(sim.simSetDevice(0, &before) == 0, "no device");
 }
 
+/* Two small units take turns in one place, and two that come in three pieces in another. While one
+ * of these comes, the kernel of a small one ends: the other then begins, and not when it is there.
+ */
+enum { FIRST, LARGE, LAST, OTHER, IN_TURN };
+static uint64_t large_at, last_at;
+static _Atomic int is_awaited, last_is_read, last_came_too_late;
+
+static ptrdiff_t read_in_turn(int file, void *target, size_t bytes, uint64_t begins) {
+    if (begins + 4096 > last_at)
+        last_is_read = 1;
+    else if (begins < large_at + oo__ring_piece_bytes / 2) { /* its first piece */
+        for (int i = 0; i < 50000 && !is_awaited; i++)
+            file_sleep(100);
+        CHECK(sim.simHold((OOCUstream)waited_for->stream, 0) == 0 && sim.simAdvance(1e-3) == 0,
+              "held");
+    } else {
+        for (int i = 0; i < 50000 && !last_is_read; i++)
+            file_sleep(100);
+        last_came_too_late |= !last_is_read;
+    }
+    return oo__file_read(file, target, bytes, begins);
+}
+
+/* When nothing else is under way. What is read ahead then, is read so. */
+static void use_alone(struct world *w, unsigned i,
+                      ptrdiff_t (*read)(int, void *, size_t, uint64_t)) {
+    struct oo_use use;
+    struct oo_fetched fetched;
+    double now_s;
+    feeds_end(w);
+    need(acquire(w->engine, w->member[i], w->stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    kernel(w->stream, (const void *)use.address, w->bytes[i], 0, 20e-6);
+    feeds_end(w);
+    CHECK(sim.simFinish(&now_s) == 0, "not finished");
+    w->host->disk->read = read;
+    need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
+}
+
+static void a_place_that_is_left_while_a_read_is_awaited_is_used(void) {
+    struct world w;
+    world_begin(&w);
+    for (unsigned i = 0; i < UNITS; i++)
+        w.bytes[i] = i >= IN_TURN ? 1 : i % 2 ? 2 * oo__ring_piece_bytes + 12345 : 3 * 4096;
+    write_file(&w, BEFORE + 2 * (w.bytes[FIRST] + w.bytes[LARGE]) + UNITS);
+    need(open_file(&w.host), "open");
+    need(oo_engine_lock(w.engine, w.host, 0), "know");
+    need(oo_lease_add(w.engine, &w.lease), "lease");
+    w.leased = 1;
+    need(oo_model_add(w.engine, &w.model), "model");
+    need(oo_engine_compute_stream(w.engine, &w.stream), "stream");
+    const size_t arena = w.bytes[FIRST] + w.bytes[LARGE] + 2 * OO_ALIGNMENT;
+    w.arena = malloc(arena);
+    need(oo_segment_add(w.engine, w.lease, (uintptr_t)w.arena, arena, w.stream), "segment");
+    char *master = (char *)oo_host_address(w.host) + BEFORE;
+    for (unsigned i = 0; i < IN_TURN; master += w.bytes[i++]) {
+        const struct oo_tensor tensor = {.host = master, .bytes = w.bytes[i]};
+        const uint32_t one = 1;
+        size_t offset;
+        w.master[i] = master;
+        need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &w.unit[i], &w.member[i], &offset),
+             "unit");
+    }
+    large_at = (uint64_t)BEFORE + w.bytes[FIRST];
+    last_at = large_at + w.bytes[LARGE];
+    for (unsigned i = 0; i < 2 * IN_TURN - 1; i++)
+        use_alone(&w, i % IN_TURN, oo__file_read);
+    waited_for = &w;
+    is_awaited = last_is_read = last_came_too_late = 0;
+    use_alone(&w, OTHER, read_in_turn);
+    CHECK(oo__feeds_run(w.engine), "the large one is not read ahead");
+    struct oo_use first, large;
+    struct oo_fetched fetched;
+    double now_s;
+    need(acquire(w.engine, w.member[FIRST], w.stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
+    CHECK(sim.simFinish(&now_s) == 0 && sim.simHold((OOCUstream)w.stream, 1) == 0, "not held");
+    kernel(w.stream, (const void *)first.address, w.bytes[FIRST], 0, 20e-6);
+    need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
+    CHECK(!fetched.count, "the last one would hold up what is read");
+    is_awaited = 1; /* by the next call */
+    need(acquire(w.engine, w.member[LARGE], w.stream, 0, OO_FORWARD, -1, 0, &large), "acquire");
+    CHECK(last_is_read && !last_came_too_late, "not read, or behind the one before it");
+    CHECK(large.fetched.count == 1 && large.fetched.units[0] == w.unit[LAST] && !large.fetched.more,
+          "%u begin", large.fetched.count);
+    CHECK(sim.simHold((OOCUstream)w.stream, 0) == 0, "still held");
+    need(oo_engine_release(w.engine, large.ticket, w.stream, 0, &fetched), "release");
+    w.host->disk->read = oo__file_read;
+    for (unsigned i = LAST; i < IN_TURN; i++)
+        need(use(&w, i, OO_FORWARD), "use");
+    end(&w, "in turn");
+}
+
 static const struct check_case cases[] = {
     CASE(what_is_in_a_file_is_read_from_it),
     CASE(reads_take_the_time_of_the_disk),
@@ -1059,6 +1150,7 @@ static const struct check_case cases[] = {
     CASE(another_file_than_the_callers_is_not_opened),
     CASE(a_file_is_not_locked),
     CASE(pieces_of_both_kinds_take_turns_on_the_link),
+    CASE(a_place_that_is_left_while_a_read_is_awaited_is_used),
     CASE(a_unit_travels_in_pieces),
     CASE(a_unit_travels_in_pieces_without_a_ring),
 };
