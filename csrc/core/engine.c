@@ -573,7 +573,7 @@ static enum oo_status oo__await_fed(struct oo_engine *engine, uint32_t id,
         oo__feed_await_with(engine, id, engine->feeder.reads ? oo__start_more : NULL, fetched);
     oo_plan_unpin(engine->plan, id);
     fetched->more = 0;
-    if (status != OO_OK) { /* it will be copied anew, and needs a row of its own */
+    if (status != OO_OK) { /* it is copied again, and needs a row of its own */
         oo__distrust(engine, fetched);
         fetched->count = 0;
     }

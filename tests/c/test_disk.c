@@ -1119,6 +1119,51 @@ static void a_place_that_is_left_while_a_read_is_awaited_is_used(void) {
     end(&w, "in turn");
 }
 
+/* A read that is measured runs alone, but for copies of what memory has. */
+static _Atomic int near_has_come, near_came_too_late;
+
+static ptrdiff_t read_after_near(int file, void *target, size_t bytes, uint64_t begins) {
+    for (int i = 0; i < 50000 && !near_has_come; i++)
+        file_sleep(100);
+    near_came_too_late |= !near_has_come;
+    return oo__file_read(file, target, bytes, begins);
+}
+
+static void a_read_that_is_measured_keeps_no_copy_from_memory(void) {
+    enum { KEPT, READ, BOTH };
+    struct world w;
+    struct oo_event *ready[BOTH];
+    begin_keeping(&w);
+    need(step(&w), "step");
+    feeds_end(&w);
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    const uintptr_t begin = ((uintptr_t)w.arena + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
+    const uintptr_t to[BOTH] = {begin, begin + (w.bytes[KEPT] + OO_ALIGNMENT) / OO_ALIGNMENT *
+                                                   OO_ALIGNMENT};
+    near_has_come = near_came_too_late = 0;
+    w.host->disk->read = read_after_near;
+    need(oo__enter(w.engine, 0), "enter");
+    for (int i = 0; i < BOTH; i++)
+        need(oo__event_take(w.engine, OO_ORDERS, &ready[i]), "event");
+    w.engine->spans.seen[OO_TRACE_H2D] = 0; /* the first is measured */
+    for (int i = BOTH; i-- > 0;)
+        need(oo__feed_begin(w.engine, w.unit[i], to[i], ready[i], 0), "begin");
+    CHECK(w.engine->units[w.unit[READ]].feed->begin && !w.engine->units[w.unit[KEPT]].feed->begin,
+          "not the one that is read is measured");
+    for (int i = 0; i < BOTH; i++) {
+        need(oo__feed_await(w.engine, w.unit[i]), "await");
+        near_has_come = 1;
+        oo__feed_forget(w.engine, w.unit[i]);
+        oo__event_give(w.engine, ready[i]);
+    }
+    need(oo__synchronize(w.engine, w.engine->h2d, 0), "synchronize");
+    oo__leave(w.engine);
+    CHECK(!near_came_too_late, "what memory has came behind what is read");
+    w.host->disk->read = counted_read;
+    need(step(&w), "step");
+    end_keeping(&w, "measured");
+}
+
 static const struct check_case cases[] = {
     CASE(what_is_in_a_file_is_read_from_it),
     CASE(reads_take_the_time_of_the_disk),
@@ -1151,6 +1196,7 @@ static const struct check_case cases[] = {
     CASE(a_file_is_not_locked),
     CASE(pieces_of_both_kinds_take_turns_on_the_link),
     CASE(a_place_that_is_left_while_a_read_is_awaited_is_used),
+    CASE(a_read_that_is_measured_keeps_no_copy_from_memory),
     CASE(a_unit_travels_in_pieces),
     CASE(a_unit_travels_in_pieces_without_a_ring),
 };
