@@ -77,7 +77,7 @@ CALL = re.compile(
     r"|(?<!status )\b(oo__(?:synchronize|order_after_uses|order_after_copy|mark_use|"
     r"event_await|await_first_read|await_reads|await_copies|mark_read|span_begin|span_end|"
     r"finish_download|refuse_capture|host_access|adopt|disown|"
-    r"launch|declare_kernel|declare_access|slot_wait|feed_await|feed_stop|feed_forget|feeds_await|"
+    r"launch|declare_kernel|declare_access|slot_wait|feed_await|await_fed|feed_stop|feed_forget|feeds_await|"
     r"part_send|piece_take|piece_decode|piece_give|arrival_record|decodes_settle|coded_check))\("
 )
 EVENT = re.compile(r"[\w>\-.\[\]]+->handle")

@@ -561,7 +561,8 @@ enum oo_status oo__feed_await_with(struct oo_engine *engine, uint32_t id,
                                    void (*meanwhile)(struct oo_engine *, void *), void *argument) {
     struct oo_feeder *feeder = &engine->feeder;
     struct oo_feed *feed = engine->units[id].feed;
-    if (!feed || !feed->open)
+    const int is_open = feed && feed->open;
+    if (!is_open)
         return OO_OK;
     oo__mutex_lock(feeder->mutex);
     const uint64_t begin = oo__nanoseconds();
@@ -571,7 +572,7 @@ enum oo_status oo__feed_await_with(struct oo_engine *engine, uint32_t id,
     feeder->told = meanwhile != NULL;
     while (feed->running) {
         oo__feeder_wait(engine, feed);
-        if (!meanwhile || !feed->running)
+        if (!meanwhile)
             continue;
         oo__mutex_unlock(feeder->mutex);
         meanwhile(engine, argument);

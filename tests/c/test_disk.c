@@ -1066,46 +1066,70 @@ static void use_alone(struct world *w, unsigned i,
     need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
 }
 
-static void a_place_that_is_left_while_a_read_is_awaited_is_used(void) {
-    struct world w;
-    world_begin(&w);
+static void begin_in_turn(struct world *w) {
+    world_begin(w);
     for (unsigned i = 0; i < UNITS; i++)
-        w.bytes[i] = i >= IN_TURN ? 1 : i % 2 ? 2 * oo__ring_piece_bytes + 12345 : 3 * 4096;
-    write_file(&w, BEFORE + 2 * (w.bytes[FIRST] + w.bytes[LARGE]) + UNITS);
-    need(open_file(&w.host), "open");
-    need(oo_engine_lock(w.engine, w.host, 0), "know");
-    need(oo_lease_add(w.engine, &w.lease), "lease");
-    w.leased = 1;
-    need(oo_model_add(w.engine, &w.model), "model");
-    need(oo_engine_compute_stream(w.engine, &w.stream), "stream");
-    const size_t arena = w.bytes[FIRST] + w.bytes[LARGE] + 2 * OO_ALIGNMENT;
-    w.arena = malloc(arena);
-    need(oo_segment_add(w.engine, w.lease, (uintptr_t)w.arena, arena, w.stream), "segment");
-    char *master = (char *)oo_host_address(w.host) + BEFORE;
-    for (unsigned i = 0; i < IN_TURN; master += w.bytes[i++]) {
-        const struct oo_tensor tensor = {.host = master, .bytes = w.bytes[i]};
+        w->bytes[i] = i >= IN_TURN ? 1 : i % 2 ? 2 * oo__ring_piece_bytes + 12345 : 3 * 4096;
+    write_file(w, BEFORE + 2 * (w->bytes[FIRST] + w->bytes[LARGE]) + UNITS);
+    need(open_file(&w->host), "open");
+    need(oo_engine_lock(w->engine, w->host, 0), "know");
+    need(oo_lease_add(w->engine, &w->lease), "lease");
+    w->leased = 1;
+    need(oo_model_add(w->engine, &w->model), "model");
+    need(oo_engine_compute_stream(w->engine, &w->stream), "stream");
+    const size_t arena = w->bytes[FIRST] + w->bytes[LARGE] + 2 * OO_ALIGNMENT;
+    w->arena = malloc(arena);
+    need(oo_segment_add(w->engine, w->lease, (uintptr_t)w->arena, arena, w->stream), "segment");
+    char *master = (char *)oo_host_address(w->host) + BEFORE;
+    for (unsigned i = 0; i < IN_TURN; master += w->bytes[i++]) {
+        const struct oo_tensor tensor = {.host = master, .bytes = w->bytes[i]};
         const uint32_t one = 1;
         size_t offset;
-        w.master[i] = master;
-        need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &w.unit[i], &w.member[i], &offset),
+        w->master[i] = master;
+        need(oo_unit_add(w->engine, w->model, &tensor, &one, 1, 0, &w->unit[i], &w->member[i],
+                         &offset),
              "unit");
     }
-    large_at = (uint64_t)BEFORE + w.bytes[FIRST];
-    last_at = large_at + w.bytes[LARGE];
+    large_at = (uint64_t)BEFORE + w->bytes[FIRST];
+    last_at = large_at + w->bytes[LARGE];
     for (unsigned i = 0; i < 2 * IN_TURN - 1; i++)
-        use_alone(&w, i % IN_TURN, oo__file_read);
-    waited_for = &w;
+        use_alone(w, i % IN_TURN, oo__file_read);
+    waited_for = w;
     is_awaited = last_is_read = last_came_too_late = 0;
-    use_alone(&w, OTHER, read_in_turn);
-    CHECK(oo__feeds_run(w.engine), "the large one is not read ahead");
-    struct oo_use first, large;
+}
+
+/* The first one's kernel is held when it is released, and its end is marked unless it `is_lost`.
+ * Returns how many copies begin then. */
+static unsigned release_held(struct world *w, int is_lost) {
+    struct oo_use first;
     struct oo_fetched fetched;
     double now_s;
-    need(acquire(w.engine, w.member[FIRST], w.stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
-    CHECK(sim.simFinish(&now_s) == 0 && sim.simHold((OOCUstream)w.stream, 1) == 0, "not held");
-    kernel(w.stream, (const void *)first.address, w.bytes[FIRST], 0, 20e-6);
-    need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
-    CHECK(!fetched.count, "the last one would hold up what is read");
+    need(acquire(w->engine, w->member[FIRST], w->stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
+    CHECK(sim.simFinish(&now_s) == 0 && sim.simHold((OOCUstream)w->stream, 1) == 0, "not held");
+    kernel(w->stream, (const void *)first.address, w->bytes[FIRST], 0, 20e-6);
+    if (is_lost)
+        CHECK(sim.simFault("cuEventRecord", 1, OOCU_ERROR_NOT_SUPPORTED, 0) == 0, "no fault");
+    need(oo_engine_release(w->engine, first.ticket, w->stream, 0, &fetched), "release");
+    return fetched.count;
+}
+
+static void end_in_turn(struct world *w) {
+    is_awaited = last_is_read = 1;
+    CHECK(sim.simHold((OOCUstream)w->stream, 0) == 0, "still held");
+    w->host->disk->read = oo__file_read;
+    for (unsigned i = LARGE; i < IN_TURN; i++)
+        need(use(w, i, OO_FORWARD), "use");
+    end(w, "in turn");
+}
+
+static void a_place_that_is_left_while_a_read_is_awaited_is_used(void) {
+    struct world w;
+    struct oo_use large;
+    struct oo_fetched fetched;
+    begin_in_turn(&w);
+    use_alone(&w, OTHER, read_in_turn);
+    CHECK(oo__feeds_run(w.engine), "the large one is not read ahead");
+    CHECK(release_held(&w, 0) == 0, "the last one would hold up what is read");
     is_awaited = 1; /* by the next call */
     need(acquire(w.engine, w.member[LARGE], w.stream, 0, OO_FORWARD, -1, 0, &large), "acquire");
     CHECK(last_is_read && !last_came_too_late, "not read, or behind the one before it");
@@ -1113,10 +1137,32 @@ static void a_place_that_is_left_while_a_read_is_awaited_is_used(void) {
           "%u begin", large.fetched.count);
     CHECK(sim.simHold((OOCUstream)w.stream, 0) == 0, "still held");
     need(oo_engine_release(w.engine, large.ticket, w.stream, 0, &fetched), "release");
-    w.host->disk->read = oo__file_read;
-    for (unsigned i = LAST; i < IN_TURN; i++)
-        need(use(&w, i, OO_FORWARD), "use");
-    end(&w, "in turn");
+    end_in_turn(&w);
+}
+
+/* A use whose end nothing marks may not have ended. */
+static void a_place_whose_use_is_lost_would_hold_up(void) {
+    struct world w;
+    begin_in_turn(&w);
+    use_alone(&w, OTHER, read_in_turn);
+    CHECK(release_held(&w, 1) == 0, "it counts as free");
+    CHECK(stats_of(&w).lost_uses == 1, "%llu are lost", (unsigned long long)stats_of(&w).lost_uses);
+    end_in_turn(&w);
+}
+
+/* Where nothing is fed, and where no file is read. */
+static void a_copy_that_holds_up_no_read_begins(void) {
+    for (int reads = 0; reads < 2; reads++) {
+        struct world w;
+        begin_in_turn(&w);
+        use_alone(&w, OTHER, reads ? oo__file_read : read_in_turn);
+        if (reads)
+            feeds_end(&w);
+        w.engine->feeder.reads = reads;
+        CHECK(release_held(&w, 0) == 1, "it waits, %s", reads ? "and nothing is fed" : "of memory");
+        w.engine->feeder.reads = 1;
+        end_in_turn(&w);
+    }
 }
 
 /* A read that is measured runs alone, but for copies of what memory has. */
@@ -1196,6 +1242,8 @@ static const struct check_case cases[] = {
     CASE(a_file_is_not_locked),
     CASE(pieces_of_both_kinds_take_turns_on_the_link),
     CASE(a_place_that_is_left_while_a_read_is_awaited_is_used),
+    CASE(a_place_whose_use_is_lost_would_hold_up),
+    CASE(a_copy_that_holds_up_no_read_begins),
     CASE(a_read_that_is_measured_keeps_no_copy_from_memory),
     CASE(a_unit_travels_in_pieces),
     CASE(a_unit_travels_in_pieces_without_a_ring),
