@@ -211,7 +211,7 @@ static struct oo_view **oo__view_at(const char *address) {
     return at;
 }
 
-/* The first of 1, or else the first page that is not read-only. */
+/* Whether any page of it is not read-only any more; -1 with errno. */
 static int oo__view_is_written(const char *memory, size_t bytes) {
     MEMORY_BASIC_INFORMATION found;
     const char *at = memory;
