@@ -225,6 +225,7 @@ static int oo__view_is_written(const char *memory, size_t bytes) {
     return written;
 }
 
+/* The code that it interrupts may ask next why an earlier call failed. */
 static LONG CALLBACK oo__view_fault(EXCEPTION_POINTERS *what) {
     enum { IS_WRITE, ADDRESS, KNOWN };
     const EXCEPTION_RECORD *record = what->ExceptionRecord;
@@ -233,12 +234,14 @@ static LONG CALLBACK oo__view_fault(EXCEPTION_POINTERS *what) {
     if (record->ExceptionCode != (DWORD)EXCEPTION_ACCESS_VIOLATION ||
         record->NumberParameters < KNOWN || record->ExceptionInformation[IS_WRITE] != 1)
         return answer;
+    const DWORD error = GetLastError();
     char *at = (char *)record->ExceptionInformation[ADDRESS];
     AcquireSRWLockExclusive(&oo__views_lock); /* two threads may have written the same page */
     if (*oo__view_at(at) &&
         (oo__view_is_written(at, 1) > 0 || VirtualProtect(at, 1, PAGE_WRITECOPY, &before)))
         answer = EXCEPTION_CONTINUE_EXECUTION;
     ReleaseSRWLockExclusive(&oo__views_lock);
+    SetLastError(error);
     return answer;
 }
 

@@ -88,6 +88,30 @@ static void keep_some(const struct world *w) {
     need(oo_engine_lock(w->engine, kept_in, 0), "know the room");
 }
 
+static void begin_model(struct world *w, size_t arena_bytes) {
+    need(oo_lease_add(w->engine, &w->lease), "lease");
+    w->leased = 1;
+    need(oo_model_add(w->engine, &w->model), "model");
+    need(oo_engine_compute_stream(w->engine, &w->stream), "stream");
+    w->arena = malloc(arena_bytes);
+    need(oo_segment_add(w->engine, w->lease, (uintptr_t)w->arena, arena_bytes, w->stream),
+         "segment");
+}
+
+/* The first `count`, each where it is in the file. */
+static void add_units(struct world *w, unsigned count) {
+    char *master = (char *)oo_host_address(w->host) + BEFORE;
+    for (unsigned i = 0; i < count; master += w->bytes[i++]) {
+        const struct oo_tensor tensor = {.host = master, .bytes = w->bytes[i]};
+        const uint32_t one = 1;
+        size_t offset;
+        w->master[i] = master;
+        need(oo_unit_add(w->engine, w->model, &tensor, &one, 1, 0, &w->unit[i], &w->member[i],
+                         &offset),
+             "unit");
+    }
+}
+
 /* A world whose masters are in a file. */
 static int keeps;
 static void begin(struct world *w, size_t arena_bytes) {
@@ -102,24 +126,8 @@ static void begin(struct world *w, size_t arena_bytes) {
     need(oo_engine_lock(w->engine, w->host, 0), "know");
     if (keeps)
         keep_some(w);
-    need(oo_lease_add(w->engine, &w->lease), "lease");
-    w->leased = 1;
-    need(oo_model_add(w->engine, &w->model), "model");
-    need(oo_engine_compute_stream(w->engine, &w->stream), "stream");
-    w->arena = malloc(arena_bytes + OO_ALIGNMENT);
-    need(oo_segment_add(w->engine, w->lease, (uintptr_t)w->arena, arena_bytes + OO_ALIGNMENT,
-                        w->stream),
-         "segment");
-    char *master = (char *)oo_host_address(w->host) + BEFORE;
-    for (unsigned i = 0; i < UNITS; master += w->bytes[i++]) {
-        const struct oo_tensor tensor = {.host = master, .bytes = w->bytes[i]};
-        const uint32_t one = 1;
-        size_t offset;
-        w->master[i] = master;
-        need(oo_unit_add(w->engine, w->model, &tensor, &one, 1, 0, &w->unit[i], &w->member[i],
-                         &offset),
-             "unit");
-    }
+    begin_model(w, arena_bytes + OO_ALIGNMENT);
+    add_units(w, UNITS);
 }
 
 static void end(struct world *w, const char *where) {
@@ -894,18 +902,8 @@ static void a_unit_of_several_pieces(int has_ring) {
     need(oo_host_create(bytes + 77, &kept_in), "a room");
     need(oo_host_keep(w.host, BEFORE, bytes, kept_in, 77), "keep");
     need(oo_engine_lock(w.engine, w.host, 0), "know");
-    need(oo_lease_add(w.engine, &w.lease), "lease");
-    w.leased = 1;
-    need(oo_model_add(w.engine, &w.model), "model");
-    need(oo_engine_compute_stream(w.engine, &w.stream), "stream");
-    w.arena = malloc(2 * bytes);
-    need(oo_segment_add(w.engine, w.lease, (uintptr_t)w.arena, 2 * bytes, w.stream), "segment");
-    w.master[0] = (char *)oo_host_address(w.host) + BEFORE;
-    const struct oo_tensor tensor = {.host = w.master[0], .bytes = bytes};
-    const uint32_t one = 1;
-    size_t offset;
-    need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &w.unit[0], &w.member[0], &offset),
-         "unit");
+    begin_model(&w, 2 * bytes);
+    add_units(&w, 1);
     need(use(&w, 0, OO_FORWARD), "use");
     CHECK(has_ring == (w.engine->up.base != NULL), "a ring is there, or not");
     CHECK(n_reads == 3 && stats_of(&w).disk_read_bytes == bytes, "%u reads", n_reads);
@@ -970,12 +968,7 @@ static void pieces_of_both_kinds_take_turns_on_the_link(void) {
     need(oo_host_keep(w.host, BEFORE + bytes, bytes - SMALL, kept_in, 0), "keep");
     need(oo_engine_lock(w.engine, w.host, 0), "know");
     need(oo_engine_lock(w.engine, kept_in, OO_ALL_BYTES), "lock");
-    need(oo_lease_add(w.engine, &w.lease), "lease");
-    w.leased = 1;
-    need(oo_model_add(w.engine, &w.model), "model");
-    need(oo_engine_compute_stream(w.engine, &w.stream), "stream");
-    w.arena = malloc(3 * bytes);
-    need(oo_segment_add(w.engine, w.lease, (uintptr_t)w.arena, 3 * bytes, w.stream), "segment");
+    begin_model(&w, 3 * bytes);
     const uintptr_t begin = ((uintptr_t)w.arena + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
     const uintptr_t to[] = {begin, begin + bytes};
     for (unsigned i = 0; i < 2; i++) {
@@ -1072,23 +1065,8 @@ static void begin_in_turn(struct world *w) {
     write_file(w, BEFORE + 2 * (w->bytes[FIRST] + w->bytes[LARGE]) + UNITS);
     need(open_file(&w->host), "open");
     need(oo_engine_lock(w->engine, w->host, 0), "know");
-    need(oo_lease_add(w->engine, &w->lease), "lease");
-    w->leased = 1;
-    need(oo_model_add(w->engine, &w->model), "model");
-    need(oo_engine_compute_stream(w->engine, &w->stream), "stream");
-    const size_t arena = w->bytes[FIRST] + w->bytes[LARGE] + 2 * OO_ALIGNMENT;
-    w->arena = malloc(arena);
-    need(oo_segment_add(w->engine, w->lease, (uintptr_t)w->arena, arena, w->stream), "segment");
-    char *master = (char *)oo_host_address(w->host) + BEFORE;
-    for (unsigned i = 0; i < IN_TURN; master += w->bytes[i++]) {
-        const struct oo_tensor tensor = {.host = master, .bytes = w->bytes[i]};
-        const uint32_t one = 1;
-        size_t offset;
-        w->master[i] = master;
-        need(oo_unit_add(w->engine, w->model, &tensor, &one, 1, 0, &w->unit[i], &w->member[i],
-                         &offset),
-             "unit");
-    }
+    begin_model(w, w->bytes[FIRST] + w->bytes[LARGE] + 2 * OO_ALIGNMENT);
+    add_units(w, IN_TURN);
     large_at = (uint64_t)BEFORE + w->bytes[FIRST];
     last_at = large_at + w->bytes[LARGE];
     for (unsigned i = 0; i < 2 * IN_TURN - 1; i++)
