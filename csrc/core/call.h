@@ -13,7 +13,8 @@ enum {
     OO__EVEN_DEAD = 256,
     OO__EVEN_WITHOUT_CONTEXT = 512,
     OO__WITHOUT_DRIVER = 1024,
-    OO__QUEUES = 2048
+    OO__QUEUES = 2048,
+    OO__PACED = 4096 /* no call's: it may wait for the device */
 };
 enum oo_status oo__enter(struct oo_engine *engine, int flags);
 void oo__leave(struct oo_engine *engine);

@@ -515,6 +515,33 @@ static int oo__would_hold_up(const struct oo_engine *engine, const struct oo_win
     return engine->feeder.reads && oo__feeds_run(engine) && !oo__is_free_now(engine, window);
 }
 
+/* Visits by which the host is ahead of the device where it waits for it, with the one that it asks
+ * for: the one before that is still to run then, so the device does not rest. */
+enum { OO_BEHIND = 3 };
+
+/* Whether the host has since asked for so many others than those in the window. */
+static int oo__is_behind(const struct oo_engine *engine, const struct oo_window *window) {
+    for (const struct oo_block *block = window->first;; block = block->next) {
+        if (block->unit != OO_NO_UNIT && oo_plan_since(engine->plan, block->unit) < OO_BEHIND)
+            return 0;
+        if (block == window->last)
+            return 1;
+    }
+}
+
+/* Wait until all uses of the window's bytes are over. */
+static enum oo_status oo__await_window(struct oo_engine *engine, const struct oo_window *window) {
+    enum oo_status status = OO_OK;
+    for (const struct oo_block *block = window->first;; block = block->next) {
+        const struct oo_unit *unit = block->unit == OO_NO_UNIT ? NULL : &engine->units[block->unit];
+        for (uint32_t i = 0; unit && i < unit->n_uses && status == OO_OK; i++)
+            if (!unit->uses[i].lost)
+                status = oo__feeds_go_on(engine, unit->uses[i].event);
+        if (block == window->last)
+            return status;
+    }
+}
+
 /* Let go what has to leave, and start copies by next use until nothing more is worth its place. A
  * prefetch that fails is given up: the unit is copied when it is asked for, and the failure
  * surfaces there if it lasts. */
@@ -532,7 +559,8 @@ static void oo__start_copies(struct oo_engine *engine, int flags, struct oo_fetc
         engine->models[engine->units[id].model].stats.evictions++;
         oo__journal(engine, OO_DEED_EVICT, id, engine->units[id].device_bytes, id);
     }
-    while (engine->usable && oo_plan_next_fetch(engine->plan, &id, &window)) {
+    int tapes = OO_TAPES;
+    while (engine->usable && oo_plan_next_fetch(engine->plan, tapes, &id, &window)) {
         if (fetched->count == OO_MAX_FETCHED ||
             ((flags & OO_NONBLOCKING) &&
              (oo__is_being_fed(engine, &window) ||
@@ -541,8 +569,15 @@ static void oo__start_copies(struct oo_engine *engine, int flags, struct oo_fetc
             fetched->more = 1;
             return;
         }
-        if (oo__would_hold_up(engine, &window))
-            return;
+        if (oo__would_hold_up(engine, &window)) {
+            /* No hazard: were the host any farther ahead of the device, it would ask for what is
+             * next before anything can be read to where the device computes now. */
+            if (!(flags & OO__PACED) || !oo__is_behind(engine, &window) ||
+                oo__await_window(engine, &window) != OO_OK || !oo__is_free_now(engine, &window)) {
+                tapes &= ~oo_plan_tape(engine->plan, id);
+                continue;
+            }
+        }
         struct oo_stats *stats = &engine->models[engine->units[id].model].stats;
         if (oo__copy_in(engine, id, &window, 0) != OO_OK) {
             stats->prefetch_failures++;
@@ -565,10 +600,13 @@ static void oo__start_more(struct oo_engine *engine, void *fetched) {
 }
 
 /* Wait for what copy threads bring. Kernels leave places meanwhile, and no other call comes before
- * it is there: copies that would have held up others when they were due begin here. */
-static enum oo_status oo__await_fed(struct oo_engine *engine, uint32_t id,
+ * it is there: copies that would have held up others when they were due begin here. Those that are
+ * overdue are waited for. */
+static enum oo_status oo__await_fed(struct oo_engine *engine, uint32_t id, int flags,
                                     struct oo_fetched *fetched) {
     oo_plan_pin(engine->plan, id); /* its own place is none of these */
+    if (oo_plan_resident(engine->plan, id) && engine->feeder.reads && !(flags & OO_NONBLOCKING))
+        oo__prefetch(engine, OO__PACED, fetched);
     const enum oo_status status =
         oo__feed_await_with(engine, id, engine->feeder.reads ? oo__start_more : NULL, fetched);
     oo_plan_unpin(engine->plan, id);
@@ -646,7 +684,7 @@ again:
         OO_TRY(oo__drop(engine, id));
         resident = 0;
     } else {
-        status = oo__await_fed(engine, id, &use->fetched);
+        status = oo__await_fed(engine, id, flags, &use->fetched);
         if (status != OO_OK) { /* as a prefetch that fails at once: given up, and made again */
             stats->prefetch_failures++;
             OO_TRY(engine->dead == OO_OK ? oo__drop(engine, id) : status);

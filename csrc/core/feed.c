@@ -37,9 +37,10 @@ static void oo__queue_take_out(struct oo_feeder *feeder, struct oo_feed *feed) {
     feed->queued = 0;
 }
 
+/* What is near goes in front of what is read, which may be much and needed later. */
 static void oo__queue_put(struct oo_feeder *feeder, struct oo_feed *feed, int urgent) {
     struct oo_feed **link = &feeder->first;
-    while (!urgent && *link)
+    while (!urgent && *link && !(feed->is_near && !(*link)->is_near))
         link = &(*link)->next;
     feed->next = *link;
     *link = feed;
@@ -551,6 +552,16 @@ static void oo__feeder_wait(struct oo_engine *engine, const struct oo_feed *feed
         oo__mutex_wait(feeder->mutex, oo__clock_s() + oo__idle_s);
     else if (all)
         oo__simulated_pass(engine);
+}
+
+enum oo_status oo__feeds_go_on(struct oo_engine *engine, const struct oo_event *until) {
+    struct oo_feeder *feeder = &engine->feeder;
+    oo__mutex_lock(feeder->mutex);
+    while (oo__simulated_readers(engine, 0) >= 0 && feeder->n_running &&
+           engine->driver.cuEventQuery(until->handle) == OOCU_ERROR_NOT_READY)
+        oo__feeder_wait(engine, NULL);
+    oo__mutex_unlock(feeder->mutex);
+    return OO_DRIVE(engine, cuEventSynchronize, until->handle);
 }
 
 enum oo_status oo__feed_await(struct oo_engine *engine, uint32_t id) {

@@ -30,6 +30,8 @@ void oo__feed_stop(struct oo_engine *engine, uint32_t unit);
 void oo__feed_forget(struct oo_engine *engine, uint32_t unit);
 /* Whether anything is fed now. */
 int oo__feeds_run(const struct oo_engine *engine);
+/* Wait for the event; copy threads go on meanwhile, in virtual time too. */
+enum oo_status oo__feeds_go_on(struct oo_engine *engine, const struct oo_event *until);
 /* Wait until nothing is fed. */
 void oo__feeds_await(struct oo_engine *engine);
 /* Count those that have ended. */

@@ -115,22 +115,23 @@ int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window)
 
 /* ---- what comes next ---- */
 
-void oo__ahead_reset(struct oo_plan *plan) { plan->ahead.end = 0; }
+void oo__ahead_reset(struct oo_plan *plan) { plan->ahead[0].end = plan->ahead[1].end = 0; }
 
-static int oo__wants_fetch(const struct oo_plan *plan, uint32_t unit) {
+static int oo__wants_fetch(const struct oo_plan *plan, uint32_t unit, int tape) {
     const struct oo_plan_unit *u = &plan->units[unit];
-    return !u->block && u->ahead && !u->removed;
+    return !u->block && u->ahead && !u->removed && u->tape == tape;
 }
 
-/* Move the end over all that needs no fetch. */
-static void oo__ahead_extend(struct oo_plan *plan) {
-    struct oo_ahead *ahead = &plan->ahead;
+/* Move the end over all that needs no fetch to this tape. */
+static void oo__ahead_extend(struct oo_plan *plan, int tape) {
+    struct oo_ahead *ahead = &plan->ahead[tape];
     if (ahead->end <= plan->match) {
         ahead->end = plan->match + 1;
         ahead->bytes = 0;
         ahead->head = ahead->tail = 0;
     }
-    for (; ahead->end < plan->now && !oo__wants_fetch(plan, oo__visit_at(plan, ahead->end)->unit);
+    for (; ahead->end < plan->now &&
+           !oo__wants_fetch(plan, oo__visit_at(plan, ahead->end)->unit, tape);
          ahead->end++) {
         const uint64_t next = oo__use_after(plan, ahead->end);
         while (ahead->head != ahead->tail &&
@@ -141,16 +142,20 @@ static void oo__ahead_extend(struct oo_plan *plan) {
     }
 }
 
-void oo__ahead_pass(struct oo_plan *plan) {
-    struct oo_ahead *ahead = &plan->ahead;
+static void oo__ahead_pass_one(struct oo_plan *plan, struct oo_ahead *ahead) {
     if (ahead->end <= plan->match) {
-        oo__ahead_reset(plan);
+        ahead->end = 0;
         return;
     }
     ahead->bytes -= plan->units[oo__visit_at(plan, plan->match)->unit].bytes;
     if (ahead->head != ahead->tail &&
         ahead->queue[ahead->head & OO_TRACE_MASK].visit == plan->match)
         ahead->head++;
+}
+
+void oo__ahead_pass(struct oo_plan *plan) {
+    for (int i = 0; i < 2; i++)
+        oo__ahead_pass_one(plan, &plan->ahead[i]);
 }
 
 /* How far ahead a fetch may be even if waiting would find a better place for it: so much as hides a
@@ -165,9 +170,8 @@ static uint64_t oo__to_next_round(const struct oo_plan *plan) {
     return plan->rounds.spread ? OO_NEVER : length - (visits - 1) % length;
 }
 
-static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_window *window) {
-    oo__ahead_extend(plan);
-    const struct oo_ahead *ahead = &plan->ahead;
+static int oo__fetch_to(struct oo_plan *plan, const struct oo_ahead *ahead, uint32_t *unit,
+                        struct oo_window *window) {
     if (ahead->end == plan->now)
         return 0;
     *unit = oo__visit_at(plan, ahead->end)->unit;
@@ -203,6 +207,36 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
     return oo__find(plan, *unit, distance, window);
 }
 
+/* Whether it has a place in a round: these come in order. */
+static int oo__is_in_turn(const struct oo_plan *plan, const struct oo_ahead *ahead) {
+    return ahead->end < plan->now && oo__is_forward_at(plan, ahead->end) &&
+           oo__has_round_place(plan, oo__visit_at(plan, ahead->end)->unit);
+}
+
+/* Whether what is next on one tape may come before what is next on the other, which is used first:
+ * that comes from elsewhere. */
+static int oo__may_overtake(const struct oo_plan *plan) {
+    int far[2] = {0, 1};
+    for (int i = 0; i < 2; i++)
+        if (plan->ahead[i].end < plan->now)
+            far[i] = plan->units[oo__visit_at(plan, plan->ahead[i].end)->unit].far;
+    return far[0] != far[1] && !oo__is_in_turn(plan, &plan->ahead[0]) &&
+           !oo__is_in_turn(plan, &plan->ahead[1]);
+}
+
+static int oo__fetch_predicted(struct oo_plan *plan, int tapes, uint32_t *unit,
+                               struct oo_window *window) {
+    oo__learn_tape(plan);
+    oo__ahead_extend(plan, 0);
+    if (plan->parted)
+        oo__ahead_extend(plan, 1);
+    const int first = plan->parted && plan->ahead[1].end < plan->ahead[0].end;
+    if ((tapes & 1 << first) && oo__fetch_to(plan, &plan->ahead[first], unit, window))
+        return 1;
+    return plan->parted && (tapes & 2 >> first) && oo__may_overtake(plan) &&
+           oo__fetch_to(plan, &plan->ahead[!first], unit, window);
+}
+
 /* Before any match: the nearest absent unit in the direction of travel, of which a recompute has
  * none that lasts. */
 static int oo__fetch_guessed(struct oo_plan *plan, uint32_t *unit, struct oo_window *window) {
@@ -215,16 +249,19 @@ static int oo__fetch_guessed(struct oo_plan *plan, uint32_t *unit, struct oo_win
         if (descending ? next == 0 : next + 1 == plan->n_units)
             return 0;
         next = descending ? next - 1 : next + 1;
-    } while (!oo__wants_fetch(plan, next));
+    } while (!oo__wants_fetch(plan, next, plan->units[next].tape));
     *unit = next;
     const uint64_t distance = oo__guess_next_use(plan, next);
     return oo__tape_state(plan, next, distance, distance, window) == OO_TAPE_FREE ||
            oo__find(plan, next, distance, window);
 }
 
-int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *window) {
-    return oo__remembered(plan, plan->match) ? oo__fetch_predicted(plan, unit, window)
-                                             : oo__fetch_guessed(plan, unit, window);
+int oo_plan_tape(const struct oo_plan *plan, uint32_t unit) { return 1 << plan->units[unit].tape; }
+
+int oo_plan_next_fetch(struct oo_plan *plan, int tapes, uint32_t *unit, struct oo_window *window) {
+    return oo__remembered(plan, plan->match)
+               ? oo__fetch_predicted(plan, tapes, unit, window)
+               : tapes == OO_TAPES && oo__fetch_guessed(plan, unit, window);
 }
 
 int oo_plan_next_drop(struct oo_plan *plan, uint32_t *unit) {

@@ -126,6 +126,10 @@ uint64_t oo_plan_next_use(const struct oo_plan *plan, uint32_t unit) {
     return next == OO_NOWHERE ? OO_NEVER : next - plan->match;
 }
 
+uint64_t oo_plan_since(const struct oo_plan *plan, uint32_t unit) {
+    return plan->now - plan->units[unit].last;
+}
+
 uint64_t oo__next_visit(const struct oo_plan *plan, uint32_t unit) {
     const uint64_t next = oo_plan_next_use(plan, unit);
     return next == OO_NEVER ? OO_NEVER : plan->match + next;

@@ -11,9 +11,10 @@ enum oo_status oo_plan_create(struct oo_plan **out) {
     *out = plan;
     if (plan) {
         plan->trace = calloc(OO_TRACE, sizeof *plan->trace);
-        plan->ahead.queue = calloc(OO_TRACE, sizeof *plan->ahead.queue);
+        for (int i = 0; i < 2; i++)
+            plan->ahead[i].queue = calloc(OO_TRACE, sizeof *plan->ahead[i].queue);
     }
-    if (!plan || !plan->trace || !plan->ahead.queue) {
+    if (!plan || !plan->trace || !plan->ahead[0].queue || !plan->ahead[1].queue) {
         oo_plan_destroy(plan);
         *out = NULL;
         return oo__fail(OO_E_MEMORY, "no memory for the trace of visits");
@@ -29,7 +30,8 @@ void oo_plan_destroy(struct oo_plan *plan) {
         return;
     oo_arena_clear(&plan->arena);
     free(plan->trace);
-    free(plan->ahead.queue);
+    for (int i = 0; i < 2; i++)
+        free(plan->ahead[i].queue);
     free(plan->units);
     free(plan->tape);
     free(plan->turns);
@@ -85,6 +87,7 @@ void oo_plan_far(struct oo_plan *plan, uint32_t unit, int far) {
     if (plan->units[unit].far == far)
         return;
     plan->units[unit].far = far != 0;
+    plan->tape_layout = OO_NOWHERE;
     plan->rounds.layout = OO_NOWHERE; /* others shall stay */
 }
 

@@ -64,6 +64,8 @@ double oo_plan_link_bps(const struct oo_plan *plan);
 uint64_t oo_plan_first_visit(const struct oo_plan *plan);
 uint64_t oo_plan_end_of_visits(const struct oo_plan *plan);
 struct oo_visit oo_plan_visit_at(const struct oo_plan *plan, uint64_t number);
+/* Visits since the unit's last one, which counts. */
+uint64_t oo_plan_since(const struct oo_plan *plan, uint32_t unit);
 /* Visits from now until the unit's next use; OO_NEVER when the prediction has none. */
 uint64_t oo_plan_next_use(const struct oo_plan *plan, uint32_t unit);
 /* Largest run of distinct bytes between a unit's recompute and its backward: one checkpointed
@@ -75,8 +77,11 @@ struct oo_block *oo_plan_resident(const struct oo_plan *plan, uint32_t unit);
 /* Where to put `unit` now that it is needed at once. 0: everything that could make place is pinned.
  */
 int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window);
-/* The next unit worth fetching ahead, and where to. 0: none now. */
-int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *window);
+/* The next unit of these tapes that is worth fetching ahead, and where to. 0: none now. */
+enum { OO_TAPES = 3 };
+int oo_plan_next_fetch(struct oo_plan *plan, int tapes, uint32_t *unit, struct oo_window *window);
+/* Which of them it is on. */
+int oo_plan_tape(const struct oo_plan *plan, uint32_t unit);
 /* The next unit that has to leave: after samples, or where the tape was laid again, a unit that is
  * where others have their places. It has to be dropped. 0: none. */
 int oo_plan_next_drop(struct oo_plan *plan, uint32_t *unit);

@@ -61,6 +61,7 @@ struct oo_plan_unit {
     uint64_t since; /* visits before its first pin */
     uint8_t ahead, removed;
     uint8_t far;   /* on a disk */
+    uint8_t tape;  /* which it is on */
     uint8_t stays; /* in use while others come and go, as what is lent to a whole model is */
 };
 
@@ -95,10 +96,10 @@ struct oo_plan {
     uint64_t now;                 /* visits so far; the current one is now - 1 */
     uint64_t expected;            /* those before this one were another run's */
     uint64_t untimed;             /* those behind this one were of units with seconds */
-    uint64_t match;     /* an earlier visit after which the future is expected to repeat */
-    uint64_t confirmed; /* for so many visits it has */
-    int alike;          /* for now, recorded forwards and others count as one kind */
-    struct oo_ahead ahead;
+    uint64_t match;              /* an earlier visit after which the future is expected to repeat */
+    uint64_t confirmed;          /* for so many visits it has */
+    int alike;                   /* for now, recorded forwards and others count as one kind */
+    struct oo_ahead ahead[2];    /* of what goes to either tape */
     struct oo_furthest furthest; /* what is in the arena, by the visits that are predicted */
     int furthest_holds;          /* they still are */
     uint64_t longest_block;      /* in visits: shorter ones need no counting */
@@ -108,8 +109,12 @@ struct oo_plan {
     uint32_t n_tape;
     uint64_t tape_layout; /* the arena's layout that their places were given in */
     size_t tape_floor;    /* of all laps: those that samples have spread are in front of it */
-    size_t tape_begin;    /* of a lap but the first: behind what stays */
-    size_t tape_end;      /* where the next place may begin */
+    struct oo_tape {
+        size_t begin; /* of a lap but the first: behind what stays */
+        size_t limit; /* of all laps */
+        size_t end;   /* where the next place may begin */
+    } tapes[2];
+    int parted;           /* the first is of what is in memory, the second of what is on a disk */
     int relaid;           /* it was, clear of what stays: some may be elsewhere */
     uint32_t misplaced;   /* units before this one have left if they were elsewhere */
     uint64_t pile_layout; /* the arena's layout that piles count in */
@@ -175,6 +180,8 @@ uint64_t oo__next_use_after(const struct oo_plan *plan, uint32_t unit, uint64_t 
 
 /* Samples have spread it, and training leaves it there. */
 int oo__is_settled(const struct oo_plan *plan, const struct oo_plan_unit *unit);
+/* Give the places on the tape again, where the arena is another one. */
+void oo__learn_tape(struct oo_plan *plan);
 /* Where a unit is by the order of a forward; it is the last one if it was not on the tape. */
 size_t oo__tape_place(struct oo_plan *plan, uint32_t id);
 /* Forward turns into backward: give places on the tape in the order of the forward that has just

@@ -1014,6 +1014,17 @@ static void pieces_of_both_kinds_take_turns_on_the_link(void) {
     CHECK(rows_read + 1 == read, "%u reads in the timeline, of %u pieces", rows_read, read);
     CHECK(read >= 12 && between > 0, "%u pieces were read, and no other between them", read);
     CHECK(longest < 12, "%u others one after the other", longest);
+    const unsigned read_first[] = {0, 1};
+    const uintptr_t to_read_first[] = {to[1], to[0]};
+    CHECK(sim.simTraceClear() == 0, "trace");
+    feed_all(&w, read_first, 2, to_read_first);
+    struct sim_trace_row row;
+    for (read = 0; sim.simTraceRow(read, &row) == 0; read++)
+        if (row.kind == SIM_H2D && row.device_ptr < begin + bytes)
+            break;
+    for (rows_read = 0; read-- > 0;)
+        rows_read += sim.simTraceRow(read, &row) == 0 && row.kind == SIM_H2D;
+    CHECK(rows_read <= 3, "%u pieces that are read come before any that memory has", rows_read);
     CHECK(sim.simSwitch(SIM_TRACE_ON, 0) == 0, "trace");
     keeps = 1;
     end(&w, "in turns");
@@ -1143,6 +1154,65 @@ static void a_copy_that_holds_up_no_read_begins(void) {
     }
 }
 
+static _Atomic int told;
+
+static ptrdiff_t read_when_told(int file, void *target, size_t bytes, uint64_t begins) {
+    for (int i = 0; i < 50000 && !told; i++)
+        file_sleep(100);
+    return oo__file_read(file, target, bytes, begins);
+}
+
+/* The last small one waits for the first one's kernel, which takes a second. The host waits for it
+ * too before it is three visits ahead, and not before: then the kernel of the visit between is
+ * still to run. */
+static void a_host_that_is_far_ahead_waits_for_the_device(void) {
+    static const unsigned turn[] = {FIRST, LARGE, LARGE, LARGE, LAST, OTHER};
+    enum { APART = IN_TURN, VISITS = sizeof turn / sizeof *turn };
+    struct world w;
+    struct oo_event *ready;
+    struct oo_use use;
+    struct oo_fetched fetched;
+    begin_in_turn(&w);
+    const uintptr_t end_of_arena =
+        (uintptr_t)w.arena + w.bytes[FIRST] + w.bytes[LARGE] + 2 * OO_ALIGNMENT - 1;
+    const struct oo_tensor tensor = {.host = (char *)oo_host_address(w.host) + BEFORE, .bytes = 1};
+    const uint32_t one = 1;
+    size_t offset;
+    need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &w.unit[APART], &w.member[APART],
+                     &offset),
+         "unit");
+    use_alone(&w, OTHER, oo__file_read);
+    for (unsigned i = 0; i < 3 * VISITS; i++)
+        use_alone(&w, turn[i % VISITS], oo__file_read);
+    feeds_end(&w);
+    told = 0;
+    w.host->disk->read = read_when_told;
+    need(oo__enter(w.engine, 0), "enter");
+    need(oo__event_take(w.engine, OO_ORDERS, &ready), "event");
+    need(oo__feed_begin(w.engine, w.unit[APART], end_of_arena / OO_ALIGNMENT * OO_ALIGNMENT, ready,
+                        0),
+         "begin");
+    oo__leave(w.engine);
+    const double begin_s = sim.simNow();
+    for (unsigned i = 0; i < 3; i++) {
+        const unsigned unit = turn[i];
+        need(acquire(w.engine, w.member[unit], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+        const int waited = sim.simNow() - begin_s > 0.5;
+        CHECK(waited == (i == 2) && use.fetched.count == (i == 2), "visit %u: %u begin, at %.6f s",
+              i, use.fetched.count, sim.simNow() - begin_s);
+        kernel(w.stream, (const void *)use.address, w.bytes[unit], 0, i ? 20e-6 : 1);
+        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+        CHECK(fetched.count == 0, "visit %u: %u begin", i, fetched.count);
+    }
+    told = 1;
+    need(oo__enter(w.engine, 0), "enter");
+    need(oo__feed_await(w.engine, w.unit[APART]), "await");
+    oo__feed_forget(w.engine, w.unit[APART]);
+    oo__event_give(w.engine, ready);
+    oo__leave(w.engine);
+    end_in_turn(&w);
+}
+
 /* A read that is measured runs alone, but for copies of what memory has. */
 static _Atomic int near_has_come, near_came_too_late;
 
@@ -1223,6 +1293,7 @@ static const struct check_case cases[] = {
     CASE(a_place_that_is_left_while_a_read_is_awaited_is_used),
     CASE(a_place_whose_use_is_lost_would_hold_up),
     CASE(a_copy_that_holds_up_no_read_begins),
+    CASE(a_host_that_is_far_ahead_waits_for_the_device),
     CASE(a_read_that_is_measured_keeps_no_copy_from_memory),
     CASE(a_unit_travels_in_pieces),
     CASE(a_unit_travels_in_pieces_without_a_ring),

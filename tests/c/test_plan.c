@@ -105,7 +105,7 @@ static struct outcome run(struct oo_plan *plan, const struct model *m, const str
         oo_plan_unpin(plan, unit);
         while (oo_plan_next_drop(plan, &fetch))
             oo_plan_drop(plan, fetch);
-        while (oo_plan_next_fetch(plan, &fetch, &window)) {
+        while (oo_plan_next_fetch(plan, OO_TAPES, &fetch, &window)) {
             oo_plan_take(plan, fetch, &window);
             outcome.bytes += m->bytes[fetch];
         }
@@ -351,7 +351,7 @@ static struct step timed_round_of(struct oo_plan *plan, const struct model *m, s
         c->used_s[unit] = c->gpu_s;
         while (oo_plan_next_drop(plan, &fetch))
             oo_plan_drop(plan, fetch);
-        while (oo_plan_next_fetch(plan, &fetch, &window)) {
+        while (oo_plan_next_fetch(plan, OO_TAPES, &fetch, &window)) {
             timed_copy(plan, m, c, fetch, &window);
             round.bytes += m->bytes[fetch];
         }
@@ -1673,7 +1673,84 @@ static void test_the_trace_wraps(void) {
     oo_plan_destroy(plan);
 }
 
+/* Every other unit is in memory, of those that are in between where the arena does not keep them
+ * over a turn. */
+static int is_near(const struct model *m, size_t capacity, unsigned unit) {
+    size_t begin = 0;
+    for (unsigned i = 0; i < unit; i++)
+        begin += m->bytes[i];
+    return unit % 2 && begin >= capacity && begin + m->bytes[unit] + capacity <= m->total;
+}
+
+/* One step. Bytes of what is fetched from a disk, and the most of what is in memory that the arena
+ * holds at any time. */
+struct kinds {
+    size_t far, near;
+};
+
+static struct kinds run_kinds(struct oo_plan *plan, const struct model *m, const char *near) {
+    struct kinds kinds = {0, 0};
+    for (unsigned i = 0; i < m->n_visits; i++) {
+        const uint32_t unit = m->step[i].unit;
+        struct oo_window window;
+        uint32_t fetch = unit;
+        size_t held = 0;
+        oo_plan_visit(plan, unit, m->step[i].kind);
+        int is_next = !oo_plan_resident(plan, unit) && oo_plan_place(plan, unit, &window);
+        CHECK(is_next || oo_plan_resident(plan, unit), "no place for unit %u", unit);
+        while (is_next) {
+            oo_plan_take(plan, fetch, &window);
+            kinds.far += near[fetch] ? 0 : m->bytes[fetch];
+            is_next = oo_plan_next_fetch(plan, OO_TAPES, &fetch, &window);
+        }
+        oo_plan_pin(plan, unit);
+        oo_plan_unpin(plan, unit);
+        while (oo_plan_next_drop(plan, &fetch))
+            oo_plan_drop(plan, fetch);
+        while (oo_plan_next_fetch(plan, OO_TAPES, &fetch, &window)) {
+            oo_plan_take(plan, fetch, &window);
+            kinds.far += near[fetch] ? 0 : m->bytes[fetch];
+        }
+        for (unsigned k = 0; k < m->n; k++)
+            held += near[k] && oo_plan_resident(plan, k) ? m->bytes[k] : 0;
+        kinds.near = held > kinds.near ? held : kinds.near;
+    }
+    return kinds;
+}
+
+/* What is in memory can come at any time, so that it leaves the arena to what is on a disk: for
+ * that is read ahead as far as there is room, and at a turn all of the arena keeps some of it. */
+static void test_what_is_on_a_disk_has_most_of_the_arena(void) {
+    static struct model m;
+    static char near[MAX_UNITS];
+    for (int checkpointed = 0; checkpointed < 2; checkpointed++) {
+        flux(&m, 3072, checkpointed);
+        for (int percent = 12; percent <= 28; percent += 4) {
+            const size_t capacity = m.total / 100 * (size_t)percent;
+            struct oo_plan *plan = plan_of(&m, capacity);
+            size_t in_memory = 0, largest = 0;
+            for (unsigned i = 0; i < m.n; i++) {
+                near[i] = (char)is_near(&m, capacity, i);
+                oo_plan_far(plan, i, !near[i]);
+                in_memory += near[i] ? m.bytes[i] : 0;
+                largest = near[i] && m.bytes[i] > largest ? m.bytes[i] : largest;
+            }
+            struct kinds kinds = {0, 0};
+            for (int i = 0; i < 4; i++)
+                kinds = run_kinds(plan, &m, near);
+            const size_t least = 2 * (m.total - in_memory - capacity);
+            CHECK(kinds.far >= least && kinds.far <= least + least / 50,
+                  "at %d%% %.3f of the least is read", percent, (double)kinds.far / (double)least);
+            CHECK(kinds.near >= 2 * largest && kinds.near <= 4 * largest,
+                  "at %d%% the arena holds %.1f of the largest in memory", percent,
+                  (double)kinds.near / (double)largest);
+            oo_plan_destroy(plan);
+        }
+    }
+}
+
 static const struct check_case cases[] = {
+    CASE(test_what_is_on_a_disk_has_most_of_the_arena),
     CASE(test_bytes_per_step_stay_near_the_lower_bound),
     CASE(test_units_created_in_another_order_than_they_run),
     CASE(test_several_segments_are_nearly_as_good_as_one),

@@ -158,7 +158,7 @@ static void fetch(struct model *m, unsigned most) {
     const uint64_t bound = 2 * m->visits + 4 * MAX_UNITS;
     uint64_t done = 0;
     leave(m);
-    while (done < most && oo_plan_next_fetch(m->plan, &unit, &window)) {
+    while (done < most && oo_plan_next_fetch(m->plan, OO_TAPES, &unit, &window)) {
         REQUIRE(unit < m->n_units, "unit %u does not exist", unit);
         REQUIRE(!m->units[unit].resident && !m->units[unit].removed && m->units[unit].ahead,
                 "unit %u is fetched: resident %d, removed %d, allowed %d", unit,
