@@ -946,6 +946,34 @@ static ptrdiff_t crowded_read(int file, void *target, size_t bytes, uint64_t beg
     return oo__file_read(file, target, bytes, begins);
 }
 
+/* They are read within the first of the seconds that a kernel takes, for which the host waits. */
+static void read_while_the_host_waits(struct world *w, const uintptr_t *to) {
+    const double begin_s = sim.simNow();
+    struct oo_event *ready, *until;
+    need(oo__enter(w->engine, 0), "enter");
+    need(oo__event_take(w->engine, OO_ORDERS, &ready), "event");
+    need(oo__event_take(w->engine, OO_ORDERS, &until), "event");
+    need(oo__feed_begin(w->engine, w->unit[0], to[0], ready, 0), "begin");
+    kernel(w->stream, (const void *)to[1], OO_ALIGNMENT, 0, 2);
+    CHECK(w->engine->driver.cuEventRecord(until->handle, (OOCUstream)w->stream) == OOCU_SUCCESS,
+          "not recorded");
+    CHECK(sim.simTraceClear() == 0, "trace");
+    need(oo__feeds_go_on(w->engine, until), "wait");
+    CHECK(sim.simNow() - begin_s >= 2, "at %.6f s", sim.simNow() - begin_s);
+    need(oo__feed_await(w->engine, w->unit[0]), "await");
+    oo__feed_forget(w->engine, w->unit[0]);
+    need(oo__synchronize(w->engine, w->engine->h2d, 0), "synchronize");
+    oo__event_give(w->engine, ready);
+    oo__event_give(w->engine, until);
+    oo__leave(w->engine);
+    for (uint64_t i = 0; i < sim.simTraceCount(); i++) {
+        struct sim_trace_row row;
+        CHECK(sim.simTraceRow(i, &row) == 0, "no row");
+        CHECK(row.kind != SIM_READ || row.start_s < begin_s + 1, "a read begins at %.6f s",
+              row.start_s - begin_s);
+    }
+}
+
 /* Twelve pieces of either kind, first those that memory has. A piece takes the link 0.5 ms, and the
  * disk 2.1 ms: the link brings some that are kept between two that are read, and not all of them
  * one after the other. */
@@ -1025,6 +1053,7 @@ static void pieces_of_both_kinds_take_turns_on_the_link(void) {
     for (rows_read = 0; read-- > 0;)
         rows_read += sim.simTraceRow(read, &row) == 0 && row.kind == SIM_H2D;
     CHECK(rows_read <= 3, "%u pieces that are read come before any that memory has", rows_read);
+    read_while_the_host_waits(&w, to);
     CHECK(sim.simSwitch(SIM_TRACE_ON, 0) == 0, "trace");
     keeps = 1;
     end(&w, "in turns");
@@ -1076,7 +1105,7 @@ static void begin_in_turn(struct world *w) {
     write_file(w, BEFORE + 2 * (w->bytes[FIRST] + w->bytes[LARGE]) + UNITS);
     need(open_file(&w->host), "open");
     need(oo_engine_lock(w->engine, w->host, 0), "know");
-    begin_model(w, w->bytes[FIRST] + w->bytes[LARGE] + 2 * OO_ALIGNMENT);
+    begin_model(w, w->bytes[FIRST] + w->bytes[LARGE] + 4 * OO_ALIGNMENT);
     add_units(w, IN_TURN);
     large_at = (uint64_t)BEFORE + w->bytes[FIRST];
     last_at = large_at + w->bytes[LARGE];
@@ -1156,61 +1185,116 @@ static void a_copy_that_holds_up_no_read_begins(void) {
 
 static _Atomic int told;
 
+/* Of the one that is read apart: the first bytes of all. */
 static ptrdiff_t read_when_told(int file, void *target, size_t bytes, uint64_t begins) {
-    for (int i = 0; i < 50000 && !told; i++)
+    for (int i = 0; begins < BEFORE && i < 50000 && !told; i++)
         file_sleep(100);
     return oo__file_read(file, target, bytes, begins);
 }
 
-/* The last small one waits for the first one's kernel, which takes a second. The host waits for it
- * too before it is three visits ahead, and not before: then the kernel of the visit between is
- * still to run. */
-static void a_host_that_is_far_ahead_waits_for_the_device(void) {
-    static const unsigned turn[] = {FIRST, LARGE, LARGE, LARGE, LAST, OTHER};
-    enum { APART = IN_TURN, VISITS = sizeof turn / sizeof *turn };
-    struct world w;
+enum { APART = IN_TURN, IN_MEMORY };
+
+/* Units in turn, in this order, while one is read that none of them waits for. */
+static void begin_reading_apart(struct world *w, const unsigned *turn, unsigned count) {
     struct oo_event *ready;
+    begin_in_turn(w);
+    const uintptr_t end_of_arena =
+        (uintptr_t)w->arena + w->bytes[FIRST] + w->bytes[LARGE] + 4 * OO_ALIGNMENT - 1;
+    need(oo_host_create(1, &kept_in), "memory");
+    need(oo_engine_lock(w->engine, kept_in, OO_ALL_BYTES), "lock");
+    const struct oo_tensor tensors[] = {
+        {.host = (char *)oo_host_address(w->host) + BEFORE, .bytes = 1},
+        {.host = oo_host_address(kept_in), .bytes = 1}};
+    for (unsigned i = 0; i < 2; i++) {
+        const uint32_t one = 1;
+        size_t offset;
+        need(oo_unit_add(w->engine, w->model, &tensors[i], &one, 1, 0, &w->unit[APART + i],
+                         &w->member[APART + i], &offset),
+             "unit");
+    }
+    use_alone(w, OTHER, oo__file_read);
+    for (unsigned i = 0; i < 3 * count; i++)
+        use_alone(w, turn[i % count], oo__file_read);
+    feeds_end(w);
+    told = 0;
+    w->host->disk->read = read_when_told;
+    need(oo__enter(w->engine, 0), "enter");
+    need(oo__event_take(w->engine, OO_ORDERS, &ready), "event");
+    need(oo__feed_begin(w->engine, w->unit[APART], end_of_arena / OO_ALIGNMENT * OO_ALIGNMENT,
+                        ready, 0),
+         "begin");
+    w->engine->units[w->unit[APART]].ready = ready;
+    oo__leave(w->engine);
+}
+
+static void end_reading_apart(struct world *w) {
+    struct oo_unit *apart = &w->engine->units[w->unit[APART]];
+    told = 1;
+    need(oo__enter(w->engine, 0), "enter");
+    need(oo__feed_await(w->engine, w->unit[APART]), "await");
+    oo__feed_forget(w->engine, w->unit[APART]);
+    oo__event_give(w->engine, apart->ready);
+    apart->ready = NULL;
+    oo__leave(w->engine);
+    keeps = 1;
+    end_in_turn(w);
+    keeps = 0;
+}
+
+/* Use it with a kernel of so many seconds, whose end is marked unless it `is_lost`. Returns how
+ * many copies begin, first in its acquire. */
+static unsigned use_for(struct world *w, unsigned i, double seconds, int flags, int is_lost,
+                        unsigned *begun) {
     struct oo_use use;
     struct oo_fetched fetched;
-    begin_in_turn(&w);
-    const uintptr_t end_of_arena =
-        (uintptr_t)w.arena + w.bytes[FIRST] + w.bytes[LARGE] + 2 * OO_ALIGNMENT - 1;
-    const struct oo_tensor tensor = {.host = (char *)oo_host_address(w.host) + BEFORE, .bytes = 1};
-    const uint32_t one = 1;
-    size_t offset;
-    need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &w.unit[APART], &w.member[APART],
-                     &offset),
-         "unit");
-    use_alone(&w, OTHER, oo__file_read);
-    for (unsigned i = 0; i < 3 * VISITS; i++)
-        use_alone(&w, turn[i % VISITS], oo__file_read);
-    feeds_end(&w);
-    told = 0;
-    w.host->disk->read = read_when_told;
-    need(oo__enter(w.engine, 0), "enter");
-    need(oo__event_take(w.engine, OO_ORDERS, &ready), "event");
-    need(oo__feed_begin(w.engine, w.unit[APART], end_of_arena / OO_ALIGNMENT * OO_ALIGNMENT, ready,
-                        0),
-         "begin");
-    oo__leave(w.engine);
+    need(acquire(w->engine, w->member[i], w->stream, 0, OO_FORWARD, -1, flags, &use), "acquire");
+    *begun = use.fetched.count;
+    kernel(w->stream, (const void *)use.address, w->bytes[i], 0, seconds);
+    if (is_lost)
+        CHECK(sim.simFault("cuEventRecord", 1, OOCU_ERROR_NOT_SUPPORTED, 0) == 0, "no fault");
+    need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
+    return *begun + fetched.count;
+}
+
+/* The last small one wants the place of the first one, whose kernel takes a second. The host waits
+ * for that before it is three visits ahead, and not before: then the kernel of the visit between is
+ * still to run. What no event tells of is not waited for. */
+static void a_host_that_is_far_ahead_waits_for_the_device(void) {
+    static const unsigned turn[] = {FIRST, LARGE, LARGE, LARGE, LAST, OTHER};
+    for (int is_lost = 0; is_lost < 2; is_lost++) {
+        struct world w;
+        begin_reading_apart(&w, turn, 6);
+        const double begin_s = sim.simNow();
+        for (unsigned i = 0; i < 3; i++) {
+            unsigned in_acquire;
+            const unsigned begun =
+                use_for(&w, turn[i], i ? 20e-6 : 1, 0, is_lost && !i, &in_acquire);
+            const unsigned expected = i == 2 && !is_lost;
+            CHECK(in_acquire == expected && begun == expected, "visit %u: %u and %u begin", i,
+                  in_acquire, begun);
+            CHECK((sim.simNow() - begin_s > 0.5) == expected, "visit %u: at %.6f s", i,
+                  sim.simNow() - begin_s);
+        }
+        end_reading_apart(&w);
+    }
+}
+
+/* When a unit is released, the kernels that follow are still to be launched: its forward takes
+ * until then, and no wait of the host shall count. The one before is in memory, and its acquire
+ * does not wait. */
+static void no_host_waits_for_the_device_when_it_releases(void) {
+    static const unsigned turn[] = {FIRST, LARGE, IN_MEMORY, LAST, OTHER};
+    struct world w;
+    begin_reading_apart(&w, turn, 5);
     const double begin_s = sim.simNow();
     for (unsigned i = 0; i < 3; i++) {
-        const unsigned unit = turn[i];
-        need(acquire(w.engine, w.member[unit], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-        const int waited = sim.simNow() - begin_s > 0.5;
-        CHECK(waited == (i == 2) && use.fetched.count == (i == 2), "visit %u: %u begin, at %.6f s",
-              i, use.fetched.count, sim.simNow() - begin_s);
-        kernel(w.stream, (const void *)use.address, w.bytes[unit], 0, i ? 20e-6 : 1);
-        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
-        CHECK(fetched.count == 0, "visit %u: %u begin", i, fetched.count);
+        unsigned in_acquire;
+        const int flags = i == 2 ? OO_NONBLOCKING : 0;
+        const unsigned begun = use_for(&w, turn[i], i ? 20e-6 : 1, flags, 0, &in_acquire);
+        CHECK(begun == 0 && sim.simNow() - begin_s < 0.5, "visit %u: %u begin, at %.6f s", i, begun,
+              sim.simNow() - begin_s);
     }
-    told = 1;
-    need(oo__enter(w.engine, 0), "enter");
-    need(oo__feed_await(w.engine, w.unit[APART]), "await");
-    oo__feed_forget(w.engine, w.unit[APART]);
-    oo__event_give(w.engine, ready);
-    oo__leave(w.engine);
-    end_in_turn(&w);
+    end_reading_apart(&w);
 }
 
 /* A read that is measured runs alone, but for copies of what memory has. */
@@ -1294,6 +1378,7 @@ static const struct check_case cases[] = {
     CASE(a_place_whose_use_is_lost_would_hold_up),
     CASE(a_copy_that_holds_up_no_read_begins),
     CASE(a_host_that_is_far_ahead_waits_for_the_device),
+    CASE(no_host_waits_for_the_device_when_it_releases),
     CASE(a_read_that_is_measured_keeps_no_copy_from_memory),
     CASE(a_unit_travels_in_pieces),
     CASE(a_unit_travels_in_pieces_without_a_ring),
