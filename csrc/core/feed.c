@@ -557,7 +557,7 @@ static void oo__feeder_wait(struct oo_engine *engine, const struct oo_feed *feed
 enum oo_status oo__feeds_go_on(struct oo_engine *engine, const struct oo_event *until) {
     struct oo_feeder *feeder = &engine->feeder;
     oo__mutex_lock(feeder->mutex);
-    while (oo__simulated_readers(engine, 0) >= 0 && feeder->n_running &&
+    while (oo__simulated_readers(engine, 0) >= 0 &&
            engine->driver.cuEventQuery(until->handle) == OOCU_ERROR_NOT_READY)
         oo__feeder_wait(engine, NULL);
     oo__mutex_unlock(feeder->mutex);

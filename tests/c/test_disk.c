@@ -985,6 +985,7 @@ static void pieces_of_both_kinds_take_turns_on_the_link(void) {
     device = before;
     device.link_gbps = 4;
     device.disk_gbps = 1;
+    device.launch_s = 0; /* no call makes time pass */
     CHECK(sim.simSetDevice(0, &device) == 0, "no disk");
     world_begin(&w);
     const size_t bytes = 12 * oo__ring_piece_bytes;
@@ -1183,12 +1184,13 @@ static void a_copy_that_holds_up_no_read_begins(void) {
     }
 }
 
-static _Atomic int told;
+static _Atomic int told, gave_up;
 
 /* Of the one that is read apart: the first bytes of all. */
 static ptrdiff_t read_when_told(int file, void *target, size_t bytes, uint64_t begins) {
     for (int i = 0; begins < BEFORE && i < 50000 && !told; i++)
         file_sleep(100);
+    gave_up |= begins < BEFORE && !told;
     return oo__file_read(file, target, bytes, begins);
 }
 
@@ -1216,7 +1218,7 @@ static void begin_reading_apart(struct world *w, const unsigned *turn, unsigned 
     for (unsigned i = 0; i < 3 * count; i++)
         use_alone(w, turn[i % count], oo__file_read);
     feeds_end(w);
-    told = 0;
+    told = gave_up = 0;
     w->host->disk->read = read_when_told;
     need(oo__enter(w->engine, 0), "enter");
     need(oo__event_take(w->engine, OO_ORDERS, &ready), "event");
@@ -1229,6 +1231,7 @@ static void begin_reading_apart(struct world *w, const unsigned *turn, unsigned 
 
 static void end_reading_apart(struct world *w) {
     struct oo_unit *apart = &w->engine->units[w->unit[APART]];
+    CHECK(!gave_up, "what is read apart was waited for");
     told = 1;
     need(oo__enter(w->engine, 0), "enter");
     need(oo__feed_await(w->engine, w->unit[APART]), "await");
@@ -1307,6 +1310,55 @@ static ptrdiff_t read_after_near(int file, void *target, size_t bytes, uint64_t 
     return oo__file_read(file, target, bytes, begins);
 }
 
+/* While all threads read, copies from memory are queued: one behind the other, and in front of what
+ * is to be read next. */
+static void copies_from_memory_are_queued_in_front(void) {
+    enum { FAR = OO_READ_THREADS + 1, NEAR = 4, BOTH = FAR + NEAR };
+    static const unsigned order[] = {FAR, FAR + 1, FAR + 2, FAR + 3, FAR - 1};
+    struct world w;
+    struct oo_event *ready[BOTH];
+    unsigned number[BOTH];
+    begin_keeping(&w);
+    need(step(&w), "step");
+    feeds_end(&w);
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    const uintptr_t begin = ((uintptr_t)w.arena + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
+    struct oo_feeder *feeder = &w.engine->feeder;
+    near_has_come = near_came_too_late = 0;
+    w.host->disk->read = read_after_near;
+    need(oo__enter(w.engine, 0), "enter");
+    for (unsigned i = 0; i < BOTH; i++) {
+        number[i] = w.unit[i < FAR ? 2 * i + 1 : 2 * (i - FAR)];
+        w.engine->spans.seen[OO_TRACE_H2D] = 1; /* none is measured */
+        unsigned active = i == FAR ? 0 : OO_READ_THREADS;
+        for (int k = 0; k < 50000 && active < OO_READ_THREADS; k++) {
+            file_sleep(100);
+            oo__mutex_lock(feeder->mutex);
+            active = feeder->n_active;
+            oo__mutex_unlock(feeder->mutex);
+        }
+        need(oo__event_take(w.engine, OO_ORDERS, &ready[i]), "event");
+        need(oo__feed_begin(w.engine, number[i], begin, ready[i], 0), "begin");
+    }
+    oo__mutex_lock(feeder->mutex);
+    const struct oo_feed *feed = feeder->first;
+    for (unsigned i = 0; i <= NEAR; i++, feed = feed ? feed->next : NULL)
+        CHECK(feed == w.engine->units[number[order[i]]].feed, "another is the %uth", i);
+    oo__mutex_unlock(feeder->mutex);
+    near_has_come = 1;
+    for (unsigned i = 0; i < BOTH; i++) {
+        need(oo__feed_await(w.engine, number[i]), "await");
+        oo__feed_forget(w.engine, number[i]);
+        oo__event_give(w.engine, ready[i]);
+    }
+    need(oo__synchronize(w.engine, w.engine->h2d, 0), "synchronize");
+    oo__leave(w.engine);
+    feeds_end(&w);
+    w.host->disk->read = counted_read;
+    need(step(&w), "step");
+    end_keeping(&w, "in order");
+}
+
 static void a_read_that_is_measured_keeps_no_copy_from_memory(void) {
     enum { KEPT, READ, BOTH };
     struct world w;
@@ -1379,6 +1431,7 @@ static const struct check_case cases[] = {
     CASE(a_copy_that_holds_up_no_read_begins),
     CASE(a_host_that_is_far_ahead_waits_for_the_device),
     CASE(no_host_waits_for_the_device_when_it_releases),
+    CASE(copies_from_memory_are_queued_in_front),
     CASE(a_read_that_is_measured_keeps_no_copy_from_memory),
     CASE(a_unit_travels_in_pieces),
     CASE(a_unit_travels_in_pieces_without_a_ring),
