@@ -531,15 +531,17 @@ static int oo__is_behind(const struct oo_engine *engine, const struct oo_window 
 
 /* Wait until all uses of the window's bytes are over. */
 static enum oo_status oo__await_window(struct oo_engine *engine, const struct oo_window *window) {
-    enum oo_status status = OO_OK;
+    enum oo_status status;
     for (const struct oo_block *block = window->first;; block = block->next) {
         const struct oo_unit *unit = block->unit == OO_NO_UNIT ? NULL : &engine->units[block->unit];
-        for (uint32_t i = 0; unit && i < unit->n_uses && status == OO_OK; i++)
+        for (uint32_t i = 0; unit && i < unit->n_uses; i++)
             if (!unit->uses[i].lost)
-                status = oo__feeds_go_on(engine, unit->uses[i].event);
+                OO_TRY(oo__feeds_go_on(engine, unit->uses[i].event));
         if (block == window->last)
-            return status;
+            return OO_OK;
     }
+done:
+    return status;
 }
 
 /* Let go what has to leave, and start copies by next use until nothing more is worth its place. A

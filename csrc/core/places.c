@@ -8,10 +8,10 @@ enum { OO_LAID_AHEAD = 64 };
  * FLUX.1 and SDXL, 1, 2 and 4 have samples at 1.174, 1.149 and 1.165 of the bound, and the first
  * step after them at 1.096, 1.103 and 1.117. */
 enum { OO_SLOTS_BETWEEN = 2 };
-/* What is in memory passes through a ring of so many of its largest units, or up to one more, of
- * which so many sizes are tried; and of so small a part of the arena at most. With 2 a step of
- * FLUX.1 over a disk of 7 GB/s takes 1.08 of its bound, with 3 1.05, with 4 1.06. */
-enum { OO_NEAR_SLOTS = 3, OO_NEAR_SHARE = 4, OO_NEAR_RINGS = 8 };
+/* What is in memory passes through a ring of so many of its largest units, and of so small a part
+ * of the arena at most. With 2 a step of FLUX.1 over a disk of 7 GB/s takes 1.08 of its bound, with
+ * 3 1.05, with 4 1.06. */
+enum { OO_NEAR_SLOTS = 3, OO_NEAR_SHARE = 4 };
 
 /* ---- on the tape ---- */
 
@@ -42,18 +42,17 @@ int oo__is_small(const struct oo_plan *plan) {
 
 /* Bytes of a ring for what is in memory, where some is on a disk and the arena holds many units. 0:
  * it is not parted. */
-static size_t oo__least_ring(const struct oo_plan *plan, size_t *slot) {
+static size_t oo__ring_of_near(const struct oo_plan *plan) {
     const size_t room = plan->arena.total_bytes - plan->tape_floor;
-    size_t near = 0, far = 0;
-    *slot = 0;
+    size_t near = 0, far = 0, largest = 0;
     for (uint32_t i = 0; i < plan->n_units; i++) {
         const struct oo_plan_unit *unit = &plan->units[i];
         if (unit->removed)
             continue;
         *(unit->far ? &far : &near) += unit->bytes;
-        *slot = !unit->far && unit->bytes > *slot ? unit->bytes : *slot;
+        largest = !unit->far && unit->bytes > largest ? unit->bytes : largest;
     }
-    const size_t ring = OO_NEAR_SLOTS * *slot;
+    const size_t ring = OO_NEAR_SLOTS * largest;
     return !oo__is_small(plan) && ring <= room / OO_NEAR_SHARE && ring + far > room &&
                    near + far >= 2 * room
                ? ring
@@ -89,49 +88,16 @@ static void oo__lay_with(struct oo_plan *plan, size_t ring) {
     }
 }
 
-/* How many of the arena's bytes hold units where training turns: at the begin of the tape, or at
- * its end. */
-static size_t oo__held_at(const struct oo_plan *plan, int end) {
-    const struct oo_plan_unit *first[2] = {NULL, NULL};
-    size_t held = 0, passed = 0, before[2] = {0, 0};
-    int laps[2] = {0, 0};
-    for (uint32_t i = 0; i < plan->n_tape; i++) {
-        const uint32_t id = plan->tape[end ? plan->n_tape - 1 - i : i];
-        const struct oo_plan_unit *unit = &plan->units[id];
-        const size_t place = unit->tape_place;
-        const int tape = unit->tape;
-        passed += unit->bytes;
-        if (passed > plan->arena.total_bytes - plan->tape_floor)
-            break;
-        first[tape] = first[tape] ? first[tape] : unit;
-        laps[tape] += unit != first[tape] && (end ? place > before[tape] : place < before[tape]);
-        before[tape] = place;
-        const int is_over = end ? place < first[tape]->tape_place + first[tape]->bytes
-                                : place + unit->bytes > first[tape]->tape_place;
-        held += laps[tape] == 0 || (laps[tape] == 1 && !is_over) ? unit->bytes : 0;
-    }
-    return held;
-}
-
 /* The same order, around another arena. Where it is parted, what is in memory comes soon enough
- * through a ring, and what leaves it room is read farther ahead. Of rings of some sizes, the one
- * that leaves least over where training turns. */
+ * through a ring, and what leaves it room is read farther ahead. */
 static void oo__lay_tape(struct oo_plan *plan) {
-    size_t slot, most = 0, ring = oo__least_ring(plan, &slot);
-    const size_t least = ring;
+    const size_t ring = oo__ring_of_near(plan);
     plan->tape_layout = plan->arena.layout;
     oo__ahead_reset(plan);
     /* Where nothing is known yet, in order of creation. */
     for (uint32_t i = 0; ring && plan->n_tape == i && i < plan->n_units; i++) {
         plan->tape[plan->n_tape++] = i;
         plan->units[i].rank = plan->n_tape;
-    }
-    for (size_t i = 0; least && i <= OO_NEAR_RINGS; i++) {
-        const size_t larger = least + i * slot / OO_NEAR_RINGS;
-        oo__lay_with(plan, larger);
-        const size_t held = oo__held_at(plan, 0) + oo__held_at(plan, 1);
-        ring = held > most ? larger : ring;
-        most = held > most ? held : most;
     }
     oo__lay_with(plan, ring);
 }
