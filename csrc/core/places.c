@@ -71,9 +71,11 @@ static void oo__lay_with(struct oo_plan *plan, size_t ring) {
     for (uint32_t i = 0; i < plan->n_units; i++)
         plan->units[i].tape = ring && plan->units[i].far;
     for (uint32_t i = 0; i < plan->n_tape; i++)
-        left += plan->units[plan->tape[i]].bytes;
+        left += plan->units[plan->tape[i]].removed ? 0 : plan->units[plan->tape[i]].bytes;
     for (uint32_t i = 0; i < plan->n_tape; i++) {
         struct oo_plan_unit *unit = &plan->units[plan->tape[i]];
+        if (unit->removed)
+            continue;
         const size_t to_begin = begun + unit->bytes, to_end = left;
         const size_t to_turn = to_begin < to_end ? to_begin : to_end;
         if (ring && to_turn <= limit - floor + ring)
@@ -83,8 +85,7 @@ static void oo__lay_with(struct oo_plan *plan, size_t ring) {
         before = unit->bytes;
         begun += before;
         left -= before;
-        if (!unit->removed)
-            oo__put_on_tape(plan, unit);
+        oo__put_on_tape(plan, unit);
     }
 }
 
@@ -121,6 +122,14 @@ size_t oo__tape_place(struct oo_plan *plan, uint32_t id) {
     return unit->tape_place;
 }
 
+/* Whether either end of the tape is a unit that is not in use, as another model's: then training
+ * turns elsewhere. */
+static int oo__ends_rest(const struct oo_plan *plan) {
+    const uint32_t first = plan->tape[0], last = plan->tape[plan->n_tape - 1];
+    return !oo__remembered(plan, plan->units[first].last) ||
+           !oo__remembered(plan, plan->units[last].last);
+}
+
 void oo__learn_order(struct oo_plan *plan) {
     const uint64_t end = plan->now - 1;
     uint64_t begin = end;
@@ -134,7 +143,7 @@ void oo__learn_order(struct oo_plan *plan) {
         kept = !unit || unit->rank > rank;
         rank = unit ? unit->rank : rank;
     }
-    if (kept)
+    if (kept && !(plan->parted && oo__ends_rest(plan)))
         return;
     for (uint32_t i = 0; i < plan->n_tape; i++)
         plan->units[plan->tape[i]].rank = 0;
