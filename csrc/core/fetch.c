@@ -115,8 +115,6 @@ int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window)
 
 /* ---- what comes next ---- */
 
-void oo__ahead_reset(struct oo_plan *plan) { plan->ahead[0].end = plan->ahead[1].end = 0; }
-
 static int oo__wants_fetch(const struct oo_plan *plan, uint32_t unit, int tape) {
     const struct oo_plan_unit *u = &plan->units[unit];
     return !u->block && u->ahead && !u->removed && u->tape == tape;

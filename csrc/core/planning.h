@@ -144,6 +144,11 @@ static inline int oo__is_forward_at(const struct oo_plan *plan, uint64_t index) 
     return oo__is_forward(oo__visit_at(plan, index)->kind);
 }
 
+/* What is ahead has to be looked at anew. */
+static inline void oo__ahead_reset(struct oo_plan *plan) {
+    plan->ahead[0].end = plan->ahead[1].end = 0;
+}
+
 /* ---- forecast.c ---- */
 
 /* Whether two visits are of one unit and of one kind. */
@@ -222,7 +227,6 @@ void oo__end_step(struct oo_plan *plan);
 
 /* ---- fetch.c ---- */
 
-void oo__ahead_reset(struct oo_plan *plan);
 /* The visit at the match has been made: it is no longer ahead. */
 void oo__ahead_pass(struct oo_plan *plan);
 
