@@ -144,7 +144,7 @@ static inline int oo__is_forward_at(const struct oo_plan *plan, uint64_t index) 
     return oo__is_forward(oo__visit_at(plan, index)->kind);
 }
 
-/* What is ahead has to be looked at anew. */
+/* What is ahead has to be looked for again. */
 static inline void oo__ahead_reset(struct oo_plan *plan) {
     plan->ahead[0].end = plan->ahead[1].end = 0;
 }
