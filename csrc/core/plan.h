@@ -11,7 +11,8 @@
  * arena then is a window that slides over the weights: what comes in at one end finds its place
  * where the unit that went out of use longest ago was, and units of different sizes leave no holes
  * between them. Where it holds less than two checkpointed blocks, a backward has other places: it
- * piles up its blocks.
+ * piles up its blocks. Where some units are on a disk, there are two tapes: what is in memory can
+ * come late, and has a small part of the arena.
  */
 #ifndef OO_PLAN_H
 #define OO_PLAN_H
