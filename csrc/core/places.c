@@ -9,7 +9,7 @@ enum { OO_LAID_AHEAD = 64 };
  * step after them at 1.096, 1.103 and 1.117. */
 enum { OO_SLOTS_BETWEEN = 2 };
 /* What is in memory passes through a ring of so many of its largest units, and of so small a part
- * of the arena at most. With 2 a step of FLUX.1 over a disk of 7 GB/s takes 1.08 of its bound, with
+ * of the arena at most. With 2 a step of FLUX.1 over a disk of 7 GB/s takes 1.14 of its bound, with
  * 3 1.05, with 4 1.06. */
 enum { OO_NEAR_SLOTS = 3, OO_NEAR_SHARE = 4 };
 
