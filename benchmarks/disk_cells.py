@@ -95,13 +95,13 @@ def run_engine(
                 _core.HostBuffer(nbytes, file=stays.fileno(), path=os.fsencode(stays.name))
                 for _ in range(2)
             )
-            kept.keep(masters, 0, nbytes, 0)
             stream = engine.compute_stream
             address = np.frombuffer(space, "b").ctypes.data
             engine.add_segment(lease, -(-address // 256) * 256, capacity, stream)
             engine.lock(masters)
             engine.lock(files, 0)
             engine.lock(kept, 0)
+            engine.keep_in(masters, [(kept.address, nbytes, 0)])
             members = []
             for number, size in enumerate(trace.unit_bytes):
                 place = (kept if number in in_memory else files).address
@@ -147,12 +147,15 @@ def measure(cell: Cell) -> dict[str, Any]:
 
 def measure_trace(trace: Trace, phase: str, memory: int, arena: int, gbps: float) -> dict[str, Any]:
     """Run a phase of a model over a disk; return seconds, bytes and their yardsticks."""
-    from oracle_offload.model.on_disk import between
+    from oracle_offload.model.on_disk import between, largest
 
     card, disk_bps = CARDS[CARD], 1e9 * gbps
     visits = trace.train if phase == "train" else trace.sample
     capacity = arena // 256 * 256
-    in_memory = between(trace.unit_bytes, memory, capacity)
+    if phase == "train":
+        in_memory = between(trace.unit_bytes, memory, capacity)
+    else:
+        in_memory = largest(trace.unit_bytes, memory)
     held = sum(trace.unit_bytes[number] for number in in_memory)
     outcomes = run_engine(trace, [visits] * ROUNDS[phase], capacity, card, in_memory, disk_bps)
     ours = outcomes[-LAST[phase] :]

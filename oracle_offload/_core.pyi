@@ -123,7 +123,7 @@ class HostBuffer:
     def nbytes(self) -> int: ...
     @property
     def arrived(self) -> int:
-        """Bytes of files that were read into it: see `keep`."""
+        """Bytes of files that were read into it: see `Engine.keep_in`."""
 
     @property
     def known(self) -> bool: ...
@@ -131,12 +131,6 @@ class HostBuffer:
     def locked(self) -> bool: ...
     def check(self, offset: int, nbytes: int, /) -> None:
         """Refuse bytes of a file that was written since, unless this process has written them."""
-
-    def keep(self, room: HostBuffer, offset: int, nbytes: int, place: int, /) -> None:
-        """Keep bytes of the file that it is at `place` of `room`, once an engine has read them.
-
-        For units that are added later. `room` must stay for as long as an engine knows the file.
-        """
 
     def protect(self, writable: object, /) -> None:
         """Let this process write the memory, or read it alone: lock it before that."""
@@ -225,6 +219,14 @@ class Engine:
 
         Returns why the system refused, None where it did not; then they are as they were. 0 gives
         them back, unless memory that is not locked needs them.
+        """
+
+    def keep_in(self, buffer: HostBuffer, kept: list[tuple[int, int, int]], /) -> None:
+        """Keep bytes of files in `buffer` once read, in place of what was kept there.
+
+        `kept`: of each the address where the memory of a file shows it, its bytes, and its place in
+        `buffer`, which must stay until it keeps nothing or no engine knows the files. No other
+        engine may know them.
         """
 
     def unlock(self, buffer: HostBuffer, /) -> None:

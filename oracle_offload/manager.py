@@ -743,7 +743,9 @@ def _fill_masters(
     pieces.budget.reserve_rings(managed)
     coder = coder_for(coded, placed.budget.ram_budget, placed.host_room)
     pieces.share_with(shared)
-    admission.build_masters(pieces, placed.units, moved, placed.loading, coder, shared, placed.disk)
+    attachment.in_memory = admission.build_masters(
+        pieces, placed.units, moved, placed.loading, coder, shared, placed.disk
+    )
     pieces.budget.leave_headroom(pieces.in_order())
     if shared is not None:
         shared.seal(pieces.shared())

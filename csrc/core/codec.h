@@ -55,6 +55,12 @@ struct oo_codec_header {
     uint8_t reserved[22];
 };
 
+/* Bytes in front of what travels of a chunk: only tiers are decoded on the device, by the header.
+ */
+static inline size_t oo_codec_skipped(const struct oo_codec_header *header) {
+    return header->mode == OO_CODEC_TIERS ? 0 : OO_CODEC_HEADER;
+}
+
 /* One implementation; all of them write and read the same bytes. */
 struct oo_codec;
 /* "portable", "avx2", "avx512"; NULL where this machine has no such instructions. */

@@ -5,9 +5,9 @@
  * threads read the file itself, past the system's cache where it allows that. A page that code of
  * this process has written is no file's any more, and is copied from memory.
  *
- * Some of it may have a place in memory (oo_host_keep). What is read of that is kept there, and is
- * copied from there henceforth: so it is read once, by the first use, and not before that. It is
- * a copy of the file's bytes, which are the masters as long as no one writes their pages.
+ * Some of it may have a place in memory (oo_engine_keep_in). What is read of that is kept there,
+ * and is copied from there henceforth: so it is read once, by the first use, and not before that.
+ * It is a copy of the file's bytes, which are the masters as long as no one writes their pages.
  *
  * The file is open for as long as its memory is there: what is done with its name, by a rename or a
  * delete, changes none of its bytes. That no one has written it is asked after each read, so that
@@ -32,7 +32,7 @@ static int oo__same_state(const struct oo_file_state *a, const struct oo_file_st
 void oo__disk_free(struct oo_disk *disk) {
     if (!disk)
         return;
-    oo__kept_forget(disk);
+    oo__kept_forget(disk, NULL);
     free(disk->kept);
     if (disk->buffered >= 0)
         oo__file_close(disk->buffered);
@@ -134,9 +134,14 @@ static size_t oo__kept_page(const struct oo_kept *kept, const char *masters) {
     return (uintptr_t)masters / oo__page_bytes() - (uintptr_t)kept->masters / oo__page_bytes();
 }
 
-void oo__kept_forget(struct oo_disk *disk) {
-    while (disk->n_kept)
-        free(disk->kept[--disk->n_kept]);
+void oo__kept_forget(struct oo_disk *disk, const struct oo_host *room) {
+    size_t left = 0;
+    for (size_t i = 0; i < disk->n_kept; i++)
+        if (room && disk->kept[i]->room != room)
+            disk->kept[left++] = disk->kept[i];
+        else
+            free(disk->kept[i]);
+    disk->n_kept = left;
 }
 
 /* Whether there is none of these bytes yet. */
@@ -148,18 +153,18 @@ static int oo__kept_is_new(const struct oo_disk *disk, const char *masters, size
            (!behind || masters + bytes <= behind->masters);
 }
 
-enum oo_status oo_host_keep(struct oo_host *file, size_t offset, size_t bytes, struct oo_host *room,
-                            size_t place) {
+enum oo_status oo__kept_add(struct oo_host *file, const struct oo_keeping *keeping,
+                            struct oo_host *room) {
     struct oo_disk *disk = file->disk;
-    if (!disk || room->disk || !bytes || offset > file->bytes || bytes > file->bytes - offset ||
-        place > room->bytes || bytes > room->bytes - place)
+    const char *masters = keeping->masters;
+    const size_t bytes = keeping->bytes, place = keeping->place;
+    if (!disk || room->disk || !bytes || place > room->bytes || bytes > room->bytes - place)
         return oo__fail(OO_E_ARGUMENT,
-                        "%zu bytes at %zu of a file cannot be kept at %zu of other memory", bytes,
-                        offset, place);
-    const char *masters = (const char *)file->pages + offset;
+                        "%zu bytes at %p, of a file or not, cannot be kept at %zu of other memory",
+                        bytes, (const void *)masters, place);
     if (!oo__kept_is_new(disk, masters, bytes))
-        return oo__fail(OO_E_ARGUMENT, "some of the %zu bytes at %zu of a file are kept already",
-                        bytes, offset);
+        return oo__fail(OO_E_ARGUMENT, "some of the %zu bytes at %p of a file are kept already",
+                        bytes, (const void *)masters);
     if (disk->n_kept == disk->kept_capacity) {
         const size_t capacity = disk->kept_capacity ? 2 * disk->kept_capacity : 64;
         struct oo_kept **larger = realloc(disk->kept, capacity * sizeof *larger);

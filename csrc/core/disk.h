@@ -37,13 +37,16 @@ struct oo_disk *oo__disk_of(const struct oo_part *part);
 /* NULL is allowed. */
 void oo__disk_free(struct oo_disk *disk);
 
+/* Keep bytes of the file, which is this memory's, in `room`. */
+enum oo_status oo__kept_add(struct oo_host *file, const struct oo_keeping *kept,
+                            struct oo_host *room);
 /* That of which all these masters are part; NULL: they are read each time. */
 struct oo_kept *oo__kept_at(const struct oo_disk *disk, const char *masters, size_t bytes);
 /* Keep these as memory shows them, whether a part reads them or not. */
 void oo__disk_keep_shown(const struct oo_disk *disk, struct oo_kept *kept, const char *masters,
                          size_t bytes);
-/* What is kept of the file is so no more; no engine copies any of it. */
-void oo__kept_forget(struct oo_disk *disk);
+/* What is kept of the file in `room` is so no more, or anywhere (NULL); no engine copies it. */
+void oo__kept_forget(struct oo_disk *disk, const struct oo_host *room);
 
 /* Whether code of this process has written any page of these masters: then memory alone has what
  * they are, and no file. -1: that is not known, or memory has not all of them any more. */

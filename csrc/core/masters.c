@@ -161,10 +161,8 @@ static enum oo_status oo__registration_let_go(struct oo_engine *engine, struct o
 
 /* ---- what is kept of files ---- */
 
-/* The device may read `host`, as far as `memory` says, where something of a file is kept there; or
- * no more of it (NULL). */
-static void oo__kept_note(struct oo_engine *engine, const struct oo_host *host,
-                          const struct oo_known *memory) {
+void oo__kept_note(struct oo_engine *engine, const struct oo_host *host,
+                   const struct oo_known *memory) {
     if (host->keeps)
         /* H10: a copy thread may be reading this, or queue a copy from memory that is unlocked
          * next. */
@@ -374,7 +372,7 @@ enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host) 
     oo__mutex_unlock(host->mutex);
     free(known);
     if (host->disk && is_last)
-        oo__kept_forget(host->disk);
+        oo__kept_forget(host->disk, NULL);
     if (host->disk)
         oo__feeder_read(engine, oo__reads_files(engine));
 done:

@@ -13,5 +13,9 @@ const struct oo_known *oo__known_memory(const struct oo_engine *engine, const vo
 int oo__in_memory(const struct oo_engine *engine, const void *address, size_t bytes);
 /* Whether all these bytes, which are in the memory (NULL: in none), are page-locked. */
 int oo__is_locked(const struct oo_known *memory, const void *address, size_t bytes);
+/* Note what of files that is kept in `host` the device may read there, as far as `memory` says;
+ * nothing of it (NULL). */
+void oo__kept_note(struct oo_engine *engine, const struct oo_host *host,
+                   const struct oo_known *memory);
 
 #endif

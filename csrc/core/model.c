@@ -115,23 +115,15 @@ struct oo_parts_made {
     uint32_t count, room;
 };
 
-/* Where memory keeps them once they are read from a file; NULL: nowhere. */
-static struct oo_kept *oo__kept_of(const struct oo_known *memory, const char *masters,
-                                   size_t bytes) {
-    const struct oo_disk *disk = memory ? memory->host->disk : NULL;
-    return disk ? oo__kept_at(disk, masters, bytes) : NULL;
-}
-
 /* Tensors in a row travel as one copy when the host layout equals the device layout, and nothing
- * has left the unit between them. */
+ * has left the unit between them. Not of a file, of which memory may keep some. */
 static void oo__part_of_plain(const struct oo_engine *engine, const struct oo_member_tensor *tensor,
                               struct oo_parts_made *made) {
     const struct oo_known *memory = oo__known_memory(engine, tensor->host, tensor->bytes);
     const int locked = oo__is_locked(memory, tensor->host, tensor->bytes);
-    struct oo_kept *kept = oo__kept_of(memory, tensor->host, tensor->bytes);
     struct oo_part *last = made->parts && made->count ? &made->parts[made->count - 1] : NULL;
     if (last && memory && last->memory == memory && last->locked == locked && !last->header.mode &&
-        !last->kept && !kept && tensor->offset == oo__align(last->offset + last->bytes) &&
+        !memory->host->disk && tensor->offset == oo__align(last->offset + last->bytes) &&
         tensor->host - last->host == (ptrdiff_t)(tensor->offset - last->offset)) {
         last->bytes = tensor->offset - last->offset + tensor->bytes;
         return;
@@ -141,7 +133,6 @@ static void oo__part_of_plain(const struct oo_engine *engine, const struct oo_me
                                                     .bytes = tensor->bytes,
                                                     .offset = tensor->offset,
                                                     .memory = memory,
-                                                    .kept = kept,
                                                     .locked = locked};
     made->count++;
 }
@@ -176,17 +167,13 @@ static enum oo_status oo__parts_of_coded(const struct oo_engine *engine,
             (weights < tensor->bytes - decoded && header.count % OO_CODEC_BLOCK))
             return oo__fail_coded(tensor, at, "has a number of weights that does not fit");
         const struct oo_known *memory = oo__known_memory(engine, chunk, bytes);
-        const size_t skipped = header.mode == OO_CODEC_TIERS ? 0 : OO_CODEC_HEADER;
-        struct oo_kept *kept = oo__kept_of(memory, chunk, bytes);
-        if (kept) /* it was read here, and of some chunks never is again */
-            oo__disk_keep_shown(memory->host->disk, kept, chunk, OO_CODEC_HEADER);
+        const size_t skipped = oo_codec_skipped(&header);
         if (made->parts)
             made->parts[made->count] =
                 (struct oo_part){.host = chunk + skipped,
                                  .bytes = bytes - skipped,
                                  .offset = tensor->offset + decoded,
                                  .memory = memory,
-                                 .kept = kept,
                                  .locked = oo__is_locked(memory, chunk, bytes),
                                  .header = header};
         made->count++;
@@ -236,6 +223,21 @@ static enum oo_status oo__parts_make(const struct oo_engine *engine, const uint3
     return status;
 }
 
+/* Note where memory keeps what travels of each part, once it was read from a file. */
+static void oo__unit_note_kept(struct oo_engine *engine, struct oo_unit *unit) {
+    int far = 0; /* what memory keeps is read once */
+    for (uint32_t i = 0; i < unit->n_parts; i++) {
+        struct oo_part *part = &unit->parts[i];
+        const struct oo_disk *disk = oo__disk_of(part);
+        const size_t skipped = part->header.mode ? oo_codec_skipped(&part->header) : 0;
+        part->kept = disk ? oo__kept_at(disk, part->host - skipped, skipped + part->bytes) : NULL;
+        if (part->kept && skipped) /* it was read when the part was made, and never is again */
+            oo__disk_keep_shown(disk, part->kept, part->host - skipped, skipped);
+        far |= disk && !part->kept;
+    }
+    oo_plan_far(engine->plan, (uint32_t)(unit - engine->units), far);
+}
+
 static void oo__unit_take_parts(struct oo_engine *engine, struct oo_unit *unit,
                                 const struct oo_parts_made *made) {
     free(unit->parts);
@@ -244,20 +246,49 @@ static void oo__unit_take_parts(struct oo_engine *engine, struct oo_unit *unit,
     unit->host_bytes = 0;
     unit->is_fed = unit->on_disk = unit->is_coded = unit->decodes = 0;
     unit->only_decoded = 1;
-    int far = 0; /* what memory keeps is read once */
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_part *part = &unit->parts[i];
         unit->host_bytes += part->bytes;
         unit->is_fed |= !part->locked;
         unit->on_disk |= oo__disk_of(part) != NULL;
-        far |= oo__disk_of(part) && !part->kept;
         unit->is_coded |= part->header.mode != 0;
         unit->decodes |= part->header.mode == OO_CODEC_TIERS;
         unit->only_decoded &= part->header.mode == OO_CODEC_TIERS;
         oo__label(engine, part->host, part->bytes, "masters of unit",
                   (uint32_t)(unit - engine->units));
     }
-    oo_plan_far(engine->plan, (uint32_t)(unit - engine->units), far);
+    oo__unit_note_kept(engine, unit);
+}
+
+static void oo__keep_nothing_in(struct oo_engine *engine, const struct oo_host *room) {
+    for (const struct oo_known *known = engine->known; known; known = known->next)
+        if (known->host->disk)
+            oo__kept_forget(known->host->disk, room);
+}
+
+enum oo_status oo_engine_keep_in(struct oo_engine *engine, struct oo_host *room,
+                                 const struct oo_keeping *kept, size_t count) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    /* H10: a copy thread may be reading what is kept no more, or writing it. */
+    oo__feeds_await(engine);
+    oo__keep_nothing_in(engine, room);
+    room->arrived = 0;
+    for (size_t i = 0; i < count && status == OO_OK; i++) {
+        const struct oo_known *known = oo__known_memory(engine, kept[i].masters, kept[i].bytes);
+        status = known ? oo__kept_add(known->host, &kept[i], room)
+                       : oo__fail(OO_E_ARGUMENT, "this engine does not know the %zu bytes at %p",
+                                  kept[i].bytes, kept[i].masters);
+    }
+    if (status != OO_OK)
+        oo__keep_nothing_in(engine, room);
+    oo__kept_note(engine, room, oo__known_memory(engine, room->pages, room->bytes));
+    for (uint32_t i = 0; i < engine->n_units; i++)
+        if (engine->units[i].on_disk)
+            oo__unit_note_kept(engine, &engine->units[i]);
+    oo__leave(engine);
+    return status;
 }
 
 int oo__may_fetch_ahead(const struct oo_engine *engine, const struct oo_unit *unit) {

@@ -42,7 +42,7 @@ static int oo__is_in_file(const struct oo_part *part) {
 
 static enum oo_status oo__part_check(const struct oo_engine *engine, uint32_t id,
                                      const struct oo_part *part) {
-    const size_t skipped = part->header.mode == OO_CODEC_TIERS ? 0 : OO_CODEC_HEADER;
+    const size_t skipped = oo_codec_skipped(&part->header);
     const char *chunk = part->host - skipped;
     if (part->header.mode == 0)
         return OO_OK;

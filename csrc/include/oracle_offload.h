@@ -148,12 +148,6 @@ enum oo_status oo_host_create_file(const char *path, int file, struct oo_host **
 /* Whether bytes of the memory are what they were when it was created, but for what this process has
  * written: OO_E_FILE where they are of a file that was written since. Ask after they were read. */
 enum oo_status oo_host_check(const struct oo_host *host, size_t offset, size_t bytes);
-/* Keep `bytes` at `offset` of memory that shows a file at `place` of other memory, `room`, once
- * they have been read: what travels of them later comes from there, directly where the engine has
- * locked it. For units that are added from now on; it ends when no engine knows the file any more,
- * until when `room` must stay. The bytes must not be kept already. */
-enum oo_status oo_host_keep(struct oo_host *file, size_t offset, size_t bytes, struct oo_host *room,
-                            size_t place);
 /* How many bytes of files have been read into the memory so. */
 size_t oo_host_arrived(const struct oo_host *room);
 /* Let the memory be written by this process, or read alone; the device reads it either way. Memory
@@ -195,6 +189,18 @@ enum oo_status oo_engine_lockable(struct oo_engine *engine, struct oo_host *host
  * the copy threads wait for. 0 gives the rings back, unless memory that is not locked needs them.
  */
 enum oo_status oo_engine_reserve_rings(struct oo_engine *engine, size_t bytes);
+/* Bytes of a file, by the address where its memory shows them, and their place in other memory. */
+struct oo_keeping {
+    const void *masters;
+    size_t bytes, place;
+};
+/* Keep these bytes of files in `room`, in place of all that was kept there, once they have been
+ * read: what travels of them later comes from there, directly where the engine has locked it. It
+ * ends when no engine knows their file any more; until then, or until nothing is kept there
+ * (`count` 0), `room` must stay. No other engine may know these files. Bytes of no file that the
+ * engine knows, or that are kept elsewhere: OO_E_ARGUMENT, and nothing is kept in `room`. */
+enum oo_status oo_engine_keep_in(struct oo_engine *engine, struct oo_host *room,
+                                 const struct oo_keeping *kept, size_t count);
 /* Wait for all copies of this engine from or to the memory, then forget it; no unit may still live
  * in it. */
 enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host);

@@ -324,19 +324,63 @@ static PyObject *oo__rows(PyObject *list, const char *error) {
     return rows;
 }
 
-/* The numbers of a tuple of two; -1 on error. They must be ints: reading them runs no Python code.
- */
-static int oo__pair(PyObject *pair, const char *what, const struct oo_parameter *parameters,
-                    unsigned long long *values) {
-    const int is_pair = PyTuple_Check(pair) && PyTuple_Size(pair) == 2;
-    PyObject *parts[2] = {is_pair ? PyTuple_GetItem(pair, 0) : NULL,
-                          is_pair ? PyTuple_GetItem(pair, 1) : NULL};
-    if (!is_pair || !PyLong_Check(parts[0]) || !PyLong_Check(parts[1])) {
-        PyErr_Format(PyExc_TypeError, "%s is (%s, %s)", what, parameters[0].name,
-                     parameters[1].name);
+/* The numbers of a tuple of two or three; -1 on error. They must be ints: reading them runs no
+ * Python code. */
+static int oo__numbers(PyObject *row, const char *what, const struct oo_parameter *parameters,
+                       Py_ssize_t count, unsigned long long *values) {
+    PyObject *parts[3] = {NULL, NULL, NULL};
+    int are_integers = PyTuple_Check(row) && PyTuple_Size(row) == count;
+    for (Py_ssize_t i = 0; are_integers && i < count; i++) {
+        parts[i] = PyTuple_GetItem(row, i);
+        are_integers = PyLong_Check(parts[i]);
+    }
+    if (!are_integers) {
+        PyErr_Format(PyExc_TypeError, "%s is (%s, %s%s%s)", what, parameters[0].name,
+                     parameters[1].name, count > 2 ? ", " : "",
+                     count > 2 ? parameters[2].name : "");
         return -1;
     }
-    return oo__integers(what, parts, 2, parameters, 2, values);
+    return oo__integers(what, parts, count, parameters, count, values);
+}
+
+static int oo__pair(PyObject *pair, const char *what, const struct oo_parameter *parameters,
+                    unsigned long long *values) {
+    return oo__numbers(pair, what, parameters, 2, values);
+}
+
+static PyObject *oo__engine_keep_in(PyObject *object, PyObject *arguments) {
+    static const struct oo_parameter takes[] = {OO_ADDRESS("address"), OO_BYTES("nbytes"),
+                                                OO_BYTES("place")};
+    PyObject *argument, *list;
+    if (!PyArg_ParseTuple(arguments, "OO", &argument, &list))
+        return NULL;
+    const struct oo_py_buffer *room = oo__as_buffer(object, argument);
+    PyObject *rows = room ? oo__rows(list, "what is kept is a list") : NULL;
+    if (!rows)
+        return NULL;
+    const Py_ssize_t n_rows = PyTuple_Size(rows);
+    PyObject *result = NULL;
+    struct oo_keeping *kept = PyMem_Malloc(((size_t)n_rows + 1) * sizeof *kept);
+    if (!kept) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < n_rows; i++) {
+        unsigned long long v[3];
+        if (oo__numbers(PyTuple_GetItem(rows, i), "what is kept", takes, 3, v) < 0)
+            goto done;
+        kept[i] = (struct oo_keeping){(const void *)(uintptr_t)v[0], (size_t)v[1], (size_t)v[2]};
+    }
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        goto done;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_keep_in(engine, room->host, kept, (size_t)n_rows));
+    result = oo__none_or_raise(object, status);
+done:
+    Py_DECREF(rows);
+    PyMem_Free(kept);
+    return result;
 }
 
 static const struct oo_parameter oo__tensor_takes[] = {OO_ADDRESS("address"), OO_BYTES("nbytes")};
@@ -1520,6 +1564,8 @@ static PyMethodDef oo__engine_methods[] = {
      "reserve_rings($self, nbytes, /)\n--\n\nHave rings of so many page-locked bytes."},
     {"unlock", oo__engine_unlock, METH_O,
      "unlock($self, buffer, /)\n--\n\nMake a HostBuffer ordinary memory."},
+    {"keep_in", oo__engine_keep_in, METH_VARARGS,
+     "keep_in($self, buffer, kept, /)\n--\n\nKeep bytes of files in a HostBuffer once read."},
     {"add_model", oo__engine_add_model, METH_NOARGS,
      "add_model($self, /)\n--\n\nA new model's id."},
     {"remove_model", oo__engine_remove_model, METH_O,

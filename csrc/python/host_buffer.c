@@ -98,25 +98,6 @@ static PyObject *oo__buffer_check(PyObject *object, PyObject *const *arguments, 
     Py_RETURN_NONE;
 }
 
-static PyObject *oo__buffer_keep(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
-    static const struct oo_parameter parameters[] = {OO_BYTES("offset"), OO_BYTES("nbytes"),
-                                                     OO_BYTES("place")};
-    struct oo_module_state *state = oo__state_of(Py_TYPE(object));
-    unsigned long long v[3];
-    if (count < 1 || !PyObject_TypeCheck(arguments[0], state->host_buffer_type)) {
-        PyErr_SetString(PyExc_TypeError, "keep() needs a HostBuffer");
-        return NULL;
-    }
-    if (oo__integers("keep", arguments + 1, count - 1, parameters, OO_COUNT_OF(parameters), v) < 0)
-        return NULL;
-    const enum oo_status status =
-        oo_host_keep(((struct oo_py_buffer *)object)->host, (size_t)v[0], (size_t)v[1],
-                     ((struct oo_py_buffer *)arguments[0])->host, (size_t)v[2]);
-    if (status != OO_OK)
-        return oo_raise(state, status);
-    Py_RETURN_NONE;
-}
-
 static PyObject *oo__buffer_protect(PyObject *object, PyObject *writable) {
     const int write = PyObject_IsTrue(writable);
     if (write < 0)
@@ -157,9 +138,6 @@ static PyMethodDef oo__buffer_methods[] = {
      "fill($self, offset, source, nbytes, /)\n--\n\nCopy nbytes from address source to offset."},
     {"check", (PyCFunction)(void (*)(void))oo__buffer_check, METH_FASTCALL,
      "check($self, offset, nbytes, /)\n--\n\nRefuse bytes of a file that was written since."},
-    {"keep", (PyCFunction)(void (*)(void))oo__buffer_keep, METH_FASTCALL,
-     "keep($self, room, offset, nbytes, place, /)\n--\n\nKeep bytes of a file in `room`, once they "
-     "are read."},
     {"protect", oo__buffer_protect, METH_O,
      "protect($self, writable, /)\n--\n\nLet this process write the memory, or read it alone."},
     {NULL, NULL, 0, NULL},

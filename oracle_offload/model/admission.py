@@ -24,7 +24,7 @@ from .sharing import is_shared
 if TYPE_CHECKING:
     from .attachment import Attachment
     from .loading import Loading
-    from .on_disk import OnDisk
+    from .on_disk import InMemory, OnDisk
     from .sharing import Share
 
 logger = logging.getLogger("oracle_offload")
@@ -72,12 +72,12 @@ def build_masters(
     coder: masters.Coder | None = None,
     share: Share | None = None,
     on_disk: OnDisk | None = None,
-) -> None:
+) -> InMemory | None:
     """Move the weights into masters, and add to `moved` those that have left a device.
 
     With `loading`, their values come from its files. What `coder` wants and makes smaller becomes
     coded masters. What is frozen is in memory that the ranks of `share` have together. What is
-    `on_disk` stays there.
+    `on_disk` stays there; what memory keeps of that is returned.
     """
     aliases: dict[int, list[Tensor]] = {}
     for leaf in (leaf for unit in units for leaf in unit):
@@ -92,13 +92,14 @@ def build_masters(
     tensors = [[t for t in unit if on_disk is None or not on_disk.has(t)] for unit in tensors]
     beside = {id(tensor): tensor for unit in tensors for tensor in unit}.values()
     host_bytes = sum(buffer.nbytes for buffer in pieces.buffers)
+    in_memory = None
     with (
         DelayedBar(total, "oracle_offload: attach") as bar,
         pieces.intake(beside) as intake,
         _LockedBeside(pieces, intake) as locked,
     ):
         if on_disk is not None and loading is not None:
-            on_disk.put(pieces, loading, bar.update)
+            in_memory = on_disk.put(pieces, loading, bar.update)
             for tensor in staying:
                 masters.share_memory(tensor, aliases.get(id(tensor), ()))
         piece_bytes = None if loading is None else loading.piece_bytes
@@ -121,6 +122,7 @@ def build_masters(
             host_bytes += piece.buffer.nbytes
             if coder is not None:
                 coder.check_budget(host_bytes)
+    return in_memory
 
 
 def _pieces(

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from . import masters
 from .arena import Arena
 from .auto_budget import AutoBudget, Change, Reading
 from .budget import AUTO, Budget, Weights, place
+
+if TYPE_CHECKING:
+    from .on_disk import InMemory
 
 logger = logging.getLogger("oracle_offload")
 
@@ -120,6 +123,8 @@ class Attachment:
         self._lost_warning_shown = False
         self._left_codes_shown = False
         self._is_left = False
+        self.in_memory: InMemory | None = None  # of what stays in files
+        self._is_begun = False  # a use has shown whether it samples
         self._turned_at = state.pace.uses  # see `during_forward`
         self.model = state.engine.add_model()
         self.is_attached = True
@@ -217,21 +222,45 @@ class Attachment:
             return
         if self.pieces.share is not None:
             self.pieces.share.check_generation()
+        in_memory = self.in_memory
+        if in_memory is not None and in_memory.samples is not False and self._is_trained():
+            in_memory.suit(samples=False)
         self.pieces.lock_arrived(turned=True)
         self._restore_size(logging.DEBUG)
         if self.arena.may_grow:
             self._grow_to_block()
 
     def during_forward(self) -> None:
-        """Lock what has arrived: where no backward ever runs, nothing else does."""
+        """Lock what has arrived: where no backward ever runs, nothing else does.
+
+        Before that the first use tells whether the model samples: what suits that is in memory
+        until a backward has run.
+        """
         if self._is_left:
             return
+        if self.in_memory is not None and not self._is_begun:
+            self._begin(self.in_memory)
         # No backward divides sweeps: in twice as many uses as layers there is a whole one.
         turned = self.state.pace.uses - self._turned_at > 2 * len(self.layers)
         if turned:
             self._turned_at = self.state.pace.uses
         if self.pieces.waits_for(turned):
             self.pieces.lock_arrived(turned)
+
+    def _begin(self, in_memory: InMemory) -> None:
+        """Let memory suit what the first use was; before it has ended, ask at the next."""
+        model, pace = self.module(), self.state.pace
+        if model is None or not self.state.engine.visits(self.model):
+            pace.next_look = pace.uses + 1
+            return
+        with self.state.lock:
+            if self.is_attached:
+                in_memory.suit(samples=not model.training and not self._is_trained())
+        self._is_begun = True
+
+    def _is_trained(self) -> bool:
+        visits = self.state.engine.visits(self.model)
+        return any(kind != _core.FORWARD for _, kind in visits)
 
     def _grow_to_block(self) -> None:
         engine = self.state.engine

@@ -304,22 +304,29 @@ class FilePiece(Piece):
         self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in there]
 
 
+# Of which file something is to be kept, where it begins there, and its bytes.
+Row = tuple[FilePiece, int, int]
+
+
 class Room(Piece):
-    """Memory for masters that stay in their file, which keeps there what engines read of them.
+    """Memory for masters that stay in their file, where the engine keeps what it reads of them.
 
     The tensors are not in it: their own memory is the file's. It is locked once all has arrived.
 
     Parameters
     ----------
-    units : sequence of sequences of (FilePiece, int, int)
-        What is to be kept of which file: where it begins there, and its bytes.
+    units : sequence of sequences of Row
+        What is to be kept.
     node : int
         NUMA node that the memory shall be on; -1 for any.
+
+    Attributes
+    ----------
+    kept : list of (int, int, int)
+        For `_core.Engine.keep_in`.
     """
 
-    def __init__(
-        self, units: Sequence[Sequence[tuple[FilePiece, int, int]]], node: int = -1
-    ) -> None:
+    def __init__(self, units: Sequence[Sequence[Row]], node: int = -1) -> None:
         offsets, self._cuts = lay_out([[nbytes for _, _, nbytes in unit] for unit in units])
         self.buffer = HostBuffer(self._cuts[-1], node)
         self.start, self.end = self.buffer.address, self.buffer.address + self.buffer.nbytes
@@ -328,12 +335,12 @@ class Room(Piece):
         self.cuts = [0]
         self.coded = {}
         self._files = list({id(file): file for unit in units for file, _, _ in unit}.values())
-        self._wanted, self._before = 0, 0
+        self.kept: list[tuple[int, int, int]] = []
         for unit, offset in zip(units, offsets, strict=True):
             for file, begin, nbytes in unit:
-                file.buffer.keep(self.buffer, begin, nbytes, offset)
-                self._wanted += nbytes
+                self.kept.append((file.start + begin, nbytes, offset))
                 offset += aligned(nbytes)
+        self._wanted, self._before = sum(nbytes for _, nbytes, _ in self.kept), 0
 
     def is_full(self) -> bool:
         """Whether all of it has arrived."""
@@ -523,9 +530,16 @@ class Pieces:
             self.note(piece)
 
     def add_room(self, room: Room) -> None:
-        """Make a room known, which is locked once it is full: see `lock_arrived`."""
+        """Let a room fill, which is locked once it is full: see `lock_arrived`."""
         self.add(room)
         self._filling.append(room)
+        self._state.engine.keep_in(room.buffer, room.kept)
+
+    def remove_room(self, room: Room) -> None:
+        """Keep nothing of files in a room any more, and give back its memory."""
+        self._state.engine.keep_in(room.buffer, [])
+        if self._pieces.get(room.start) is room:
+            self._unlock(room.start)
 
     def waits_for(self, turned: bool) -> bool:
         """Whether `lock_arrived` may find something to lock; this takes no lock."""

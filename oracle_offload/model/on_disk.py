@@ -5,9 +5,12 @@ nothing of it. What `ram_budget` has room for is kept in memory once its first u
 rest is read from its file each time it travels. The arena keeps the ends of the model from forward
 to backward and from step to step, so that these travel once a step and what is between them twice:
 of that some is in memory, spread evenly, so that the disk has as much to read at any time. Of M
-bytes with R in memory and an arena of C, a step
-so reads 2 (M - R - C), the least. Where R + 2 C exceeds M, the arena would keep some of what is in
-memory too: as much of the ends stays on the device for good, and the arena is smaller by it.
+bytes with R in memory and an arena of C, a step so reads 2 (M - R - C), the least. Where R + 2 C
+exceeds M, the arena would keep some of what is in memory too: as much of the ends stays on the
+device for good, and the arena is smaller by it.
+
+A model that samples alone has no ends: there memory has the largest units, since what is read has
+its place in the arena all the while, and the smaller it is, the more stays there.
 """
 
 from __future__ import annotations
@@ -69,14 +72,16 @@ class OnDisk:
     ----------
     places : dict of int to Place
         By `id`.
-    kept : list of lists of Tensor
-        Those of each unit that are kept in memory once they have been read.
+    trained, sampled : list of lists of Tensor
+        Those of each unit that are kept in memory once they have been read: of a model that is
+        trained, and of one that samples alone.
     coded : dict of int to CodedPlace
         By `id`, what is read instead of a tensor, in fewer bytes.
     """
 
     places: dict[int, Place] = field(default_factory=dict)
-    kept: list[list[Tensor]] = field(default_factory=list)
+    trained: list[list[Tensor]] = field(default_factory=list)
+    sampled: list[list[Tensor]] = field(default_factory=list)
     coded: dict[int, CodedPlace] = field(default_factory=dict)
 
     def has(self, tensor: Tensor) -> bool:
@@ -89,8 +94,14 @@ class OnDisk:
 
     def put(
         self, pieces: masters.Pieces, loading: Loading, on_bytes: Callable[[int], object]
-    ) -> None:
-        """Point the tensors into their files; nothing of them is read."""
+    ) -> InMemory:
+        """Point the tensors into their files; nothing of them is read.
+
+        Returns
+        -------
+        InMemory
+            What is kept of them.
+        """
         files: dict[int, masters.FilePiece] = {}
         for file, rows in _by_file((row[1], row) for row in self.places.values()):
             files[id(file)] = masters.FilePiece(file.memory(), [(t, at) for t, _, at in rows])
@@ -111,9 +122,58 @@ class OnDisk:
             _, file, begin = self.places[id(tensor)]
             return files[id(file)], begin, tensor_bytes(tensor)
 
-        for units in masters.split_pieces(self.kept, ROOM_BYTES):
-            rows_of_room = [[travels(tensor) for tensor in unit] for unit in units]
-            pieces.add_room(masters.Room(rows_of_room, pieces.node))
+        def rooms(units: list[list[Tensor]]) -> list[list[list[masters.Row]]]:
+            parted = masters.split_pieces(units, ROOM_BYTES)
+            return [[[travels(t) for t in unit] for unit in of_room] for of_room in parted]
+
+        both = {id(t) for unit in self.trained for t in unit}
+        both &= {id(t) for unit in self.sampled for t in unit}
+        for of_room in rooms([[t for t in unit if id(t) in both] for unit in self.trained]):
+            pieces.add_room(masters.Room(of_room, pieces.node))
+        alone = [
+            rooms([[t for t in unit if id(t) not in both] for unit in units])
+            for units in (self.trained, self.sampled)
+        ]
+        return InMemory(pieces, *alone)
+
+
+class InMemory:
+    """What of a model's files memory keeps in one case alone: it is trained, or samples alone.
+
+    Parameters
+    ----------
+    pieces : Pieces
+    trained, sampled : lists of lists of lists of Row
+        Of each unit of each room, in the one case and in the other.
+    """
+
+    def __init__(
+        self,
+        pieces: masters.Pieces,
+        trained: list[list[list[masters.Row]]],
+        sampled: list[list[list[masters.Row]]],
+    ) -> None:
+        self._pieces = pieces
+        self._trained, self._sampled = trained, sampled
+        self._rooms: list[masters.Room] = []
+        self.samples: bool | None = None  # what memory suits; None while it changes
+        self.suit(False)
+
+    def suit(self, samples: bool) -> None:
+        """Keep what suits a model that samples alone, or one that is trained; no more of the other.
+
+        What is new in memory is there once its next use has read it.
+        """
+        if samples == self.samples:
+            return
+        self.samples = None
+        while self._rooms:
+            self._pieces.remove_room(self._rooms[-1])
+            self._rooms.pop()
+        for units in self._sampled if samples else self._trained:
+            self._rooms.append(masters.Room(units, self._pieces.node))
+            self._pieces.add_room(self._rooms[-1])
+        self.samples = samples
 
 
 def _by_file(rows: Iterable[tuple[File, Row]]) -> list[tuple[File, list[Row]]]:
@@ -195,18 +255,21 @@ def part(
     if not kept.bytes and not _are_tied(units):
         resident = _resident(units, left, in_memory, capacity, floor)
         kept = Kept([units[number] for number in sorted(resident)], _RESIDENT)
-    staying = {
-        id(t) for number, tensors in enumerate(there) if number not in resident for t in tensors
-    }
-    kept_once_read = [
-        [t for t in there[number] if id(t) in staying] for number in sorted(in_memory)
-    ]
+    streaming = [number for number in range(len(units)) if number not in resident]
+    of_streaming = [[values[number] for number in streaming] for values in (sizes, on_host)]
+    sampled = {streaming[nth] for nth in largest(of_streaming[0], room, of_streaming[1])}
+    staying = {id(t) for number in streaming for t in there[number]}
+    trained_units, sampled_units = (
+        [[t for t in there[number] if id(t) in staying] for number in sorted(numbers)]
+        for numbers in (in_memory, sampled)
+    )
     return (
-        [unit for number, unit in enumerate(units) if number not in resident],
+        [units[number] for number in streaming],
         kept,
         OnDisk(
             {key: row for key, row in places.items() if key in staying},
-            kept_once_read,
+            trained_units,
+            sampled_units,
             {key: row for key, row in coded.items() if key in staying},
         ),
     )
@@ -295,6 +358,31 @@ def between(
     if sum(on_host[number] for number in inner) <= limit:
         return middle(on_host, limit)
     return {inner[number] for number in spread([on_host[number] for number in inner], limit)}
+
+
+def largest(sizes: Sequence[int], limit: int, on_host: Sequence[int] | None = None) -> set[int]:
+    """Choose as many of the largest as fit `limit` together, of one size spread over their order.
+
+    Parameters
+    ----------
+    sizes, limit, on_host
+        As of `between`.
+
+    Returns
+    -------
+    set of int
+        Their numbers.
+    """
+    on_host = sizes if on_host is None else on_host
+    alike: dict[int, list[int]] = {}
+    for number, size in enumerate(sizes):
+        alike.setdefault(size, []).append(number)
+    chosen: set[int] = set()
+    for _, numbers in sorted(alike.items(), reverse=True):
+        taken = spread([on_host[number] for number in numbers], limit)
+        chosen.update(numbers[nth] for nth in taken)
+        limit -= sum(on_host[numbers[nth]] for nth in taken)
+    return chosen
 
 
 def _refuse_trained(units: Sequence[Unit], limit: int) -> None:

@@ -72,19 +72,29 @@ static enum oo_status open_file(struct oo_host **host) {
 static struct oo_host *kept_in;
 static size_t kept_bytes;
 
-static void keep_some(const struct world *w) {
+static enum oo_status keep(const struct world *w, struct oo_host *file, size_t at, size_t bytes,
+                           struct oo_host *room, size_t place) {
+    const struct oo_keeping kept = {(char *)oo_host_address(file) + at, bytes, place};
+    return oo_engine_keep_in(w->engine, room, &kept, 1);
+}
+
+static void keep_some(const struct world *w, unsigned odd) {
+    struct oo_keeping kept[UNITS];
+    size_t count = 0;
     size_t before[UNITS], place = 0;
     kept_bytes = 0;
     for (size_t i = 0, at = BEFORE; i < UNITS; at += w->bytes[i++])
         before[i] = at;
     need(oo_host_create(2 * w->total, &kept_in), "a room");
     for (unsigned i = UNITS; i-- > 0;) {
-        if (i % 2)
+        if (i % 2 != odd)
             continue;
-        need(oo_host_keep(w->host, before[i], w->bytes[i], kept_in, place), "keep");
+        kept[count++] =
+            (struct oo_keeping){(char *)oo_host_address(w->host) + before[i], w->bytes[i], place};
         place += w->bytes[i] + 256;
         kept_bytes += w->bytes[i];
     }
+    need(oo_engine_keep_in(w->engine, kept_in, kept, count), "keep");
     need(oo_engine_lock(w->engine, kept_in, 0), "know the room");
 }
 
@@ -125,7 +135,7 @@ static void begin(struct world *w, size_t arena_bytes) {
     w->host->disk->read = counted_read;
     need(oo_engine_lock(w->engine, w->host, 0), "know");
     if (keeps)
-        keep_some(w);
+        keep_some(w, 0);
     begin_model(w, arena_bytes + OO_ALIGNMENT);
     add_units(w, UNITS);
 }
@@ -454,7 +464,7 @@ static void what_is_kept_of_a_unit_travels_apart(void) {
         uint32_t unit, member;
         size_t offsets[2];
         need(oo_host_create(HALF, &room), "a room");
-        need(oo_host_keep(w.host, at + (size_t)nth * HALF, HALF, room, 0), "keep");
+        need(keep(&w, w.host, at + (size_t)nth * HALF, HALF, room, 0), "keep");
         need(oo_engine_lock(w.engine, room, 0), "know the room");
         need(oo_unit_add(w.engine, w.model, both, &two, 1, 0, &unit, &member, offsets), "unit");
         CHECK(w.bytes[UNIT] > 2 * HALF && w.engine->units[unit].n_parts == 2, "one part");
@@ -554,8 +564,15 @@ static void unlock_it(void *unused) {
     has_ended = 1;
 }
 
-/* A copy thread that has looked whether what is kept is locked goes on from there. */
-static void a_room_is_locked_when_no_copy_is_under_way(void) {
+static void keep_nothing(void *unused) {
+    (void)unused;
+    need(oo_engine_keep_in(waited_for->engine, kept_in, NULL, 0), "keep nothing");
+    has_ended = 1;
+}
+
+/* A copy thread that has looked where something is kept, or whether it is locked there, goes on
+ * from there. */
+static void a_room_waits_until_no_copy_is_under_way(void (*change)(void *)) {
     struct world w;
     begin_keeping(&w);
     need(step(&w), "step"); /* so that the order is known */
@@ -563,7 +580,7 @@ static void a_room_is_locked_when_no_copy_is_under_way(void) {
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     need(oo_engine_unlock(w.engine, kept_in), "unlock");
     need(oo_engine_lock(w.engine, kept_in, OO_ALL_BYTES), "lock");
-    const struct oo_kept *kept = w.host->disk->kept[0];
+    const struct oo_disk *disk = w.host->disk;
     waited_for = &w;
     is_inside = may_go_on = has_ended = 0;
     w.host->disk->read = patient_read;
@@ -571,15 +588,59 @@ static void a_room_is_locked_when_no_copy_is_under_way(void) {
     for (int i = 0; i < 100000 && !is_inside; i++)
         file_sleep(100);
     CHECK(is_inside, "nothing is read ahead");
-    struct oo_thread *locker = oo__thread_start(unlock_it, NULL);
+    struct oo_thread *changes = oo__thread_start(change, NULL);
     file_sleep(50000); /* without the wait it ends meanwhile */
-    CHECK(!has_ended && kept->locked, "unlocked while copies are under way");
+    CHECK(!has_ended && disk->n_kept && disk->kept[0]->locked,
+          "changed while copies are under way");
     may_go_on = 1;
-    oo__thread_join(locker);
-    CHECK(has_ended && !kept->locked, "not unlocked");
+    oo__thread_join(changes);
+    CHECK(has_ended && !(disk->n_kept && disk->kept[0]->locked), "not changed");
     w.host->disk->read = counted_read;
     need(step(&w), "step");
-    end_keeping(&w, "locked");
+    end_keeping(&w, "changed");
+}
+
+static void a_room_is_locked_when_no_copy_is_under_way(void) {
+    a_room_waits_until_no_copy_is_under_way(unlock_it);
+}
+static void another_room_is_taken_when_no_copy_is_under_way(void) {
+    a_room_waits_until_no_copy_is_under_way(keep_nothing);
+}
+
+/* What is in the arena stays there; a room that is left may go at once. */
+static void what_is_kept_may_change_in_the_middle(void) {
+    struct world w;
+    struct oo_host *left = NULL;
+    begin_keeping(&w);
+    for (unsigned odd = 1; odd < 4; odd++) {
+        left = kept_in;
+        need(step(&w), "step");
+        for (unsigned i = 0; i < UNITS / 2; i++) /* some more are under way */
+            need(use(&w, i, OO_FORWARD), "use");
+        if (odd < 3) {
+            need(oo_engine_keep_in(w.engine, left, NULL, 0), "keep nothing");
+            CHECK(stats_of(&w).disk_kept_bytes == 0 && stats_of(&w).disk_bytes == w.total,
+                  "something is kept");
+        }
+        keep_some(&w, odd % 2); /* the last time: of all, each in its room */
+        const size_t kept = odd < 3 ? kept_bytes : w.total;
+        CHECK(stats_of(&w).disk_kept_bytes == kept && stats_of(&w).disk_bytes == w.total - kept,
+              "%llu bytes are kept", (unsigned long long)stats_of(&w).disk_kept_bytes);
+        if (odd < 3)
+            need(oo_host_destroy(left), "the room");
+        for (int i = 0; i < 2; i++)
+            need(step(&w), "step");
+        feeds_end(&w);
+        CHECK(oo_host_arrived(kept_in) == kept_bytes, "%zu bytes", oo_host_arrived(kept_in));
+        const uint64_t before = stats_of(&w).disk_read_bytes;
+        need(step(&w), "step");
+        feeds_end(&w);
+        CHECK((stats_of(&w).disk_read_bytes > before) == (odd < 3), "read, or not");
+    }
+    need(world_remove(&w), "remove");
+    need(oo_host_destroy(left), "the other room");
+    need(oo_model_add(w.engine, &w.model), "a model");
+    end_keeping(&w, "in the middle");
 }
 
 /* As a copy thread has it, with the device's context. */
@@ -670,21 +731,22 @@ static void what_cannot_be_kept(void) {
     const size_t all = oo_host_bytes(w.host);
     struct oo_host *other;
     need(oo_host_create(8192, &other), "memory");
-    CHECK(oo_host_keep(w.host, BEFORE + 1, 1, other, 0) == OO_E_ARGUMENT &&
+    CHECK(keep(&w, w.host, BEFORE + 1, 1, other, 0) == OO_E_ARGUMENT &&
               strstr(oo_error_message(), "kept already"),
           "%s", oo_error_message());
-    CHECK(oo_host_keep(w.host, BEFORE - 1, 2, other, 0) == OO_E_ARGUMENT, "from before it");
-    need(oo_host_keep(w.host, 0, BEFORE - 1, other, 1), "what is free");
-    CHECK(oo_host_keep(w.host, all, 1, other, 0) == OO_E_ARGUMENT, "behind the file");
-    CHECK(oo_host_keep(w.host, all + 5, 1, other, 0) == OO_E_ARGUMENT, "far behind it");
-    CHECK(oo_host_keep(w.host, all - 1, 1, other, 8193) == OO_E_ARGUMENT, "far behind memory");
+    CHECK(keep(&w, w.host, BEFORE - 1, 2, other, 0) == OO_E_ARGUMENT, "from before it");
+    need(keep(&w, w.host, 0, BEFORE - 1, other, 1), "what is free");
+    CHECK(keep(&w, w.host, all, 1, other, 0) == OO_E_ARGUMENT, "behind the file");
+    CHECK(keep(&w, w.host, all + 5, 1, other, 0) == OO_E_ARGUMENT, "far behind it");
+    CHECK(keep(&w, w.host, all - 1, 1, other, 8193) == OO_E_ARGUMENT, "far behind memory");
     CHECK(oo_host_check(w.host, all + 5, 1) == OO_E_ARGUMENT, "checked behind the file");
     need(oo_host_check(other, 0, 8192), "memory alone");
-    CHECK(oo_host_keep(w.host, all - 1, 2, other, 0) == OO_E_ARGUMENT, "across its end");
-    CHECK(oo_host_keep(w.host, all - 1, 1, other, 8192) == OO_E_ARGUMENT, "behind the memory");
-    CHECK(oo_host_keep(w.host, all - 1, 0, other, 0) == OO_E_ARGUMENT, "nothing");
-    CHECK(oo_host_keep(other, 0, 1, kept_in, 0) == OO_E_ARGUMENT, "of no file");
-    CHECK(oo_host_keep(w.host, all - 1, 1, w.host, 0) == OO_E_ARGUMENT, "in a file");
+    CHECK(keep(&w, w.host, all - 1, 2, other, 0) == OO_E_ARGUMENT, "across its end");
+    CHECK(keep(&w, w.host, all - 1, 1, other, 8192) == OO_E_ARGUMENT, "behind the memory");
+    CHECK(keep(&w, w.host, all - 1, 0, other, 0) == OO_E_ARGUMENT, "nothing");
+    CHECK(keep(&w, other, 0, 1, kept_in, 0) == OO_E_ARGUMENT, "not known");
+    CHECK(keep(&w, kept_in, 0, 1, other, 0) == OO_E_ARGUMENT, "of no file");
+    CHECK(keep(&w, w.host, all - 1, 1, w.host, 0) == OO_E_ARGUMENT, "in a file");
     need(step(&w), "step");
     need(world_remove(&w), "remove");
     need(oo_engine_unlock(w.engine, w.host), "unlock"); /* then nothing is kept any more */
@@ -900,8 +962,8 @@ static void a_unit_of_several_pieces(int has_ring) {
     w.host->disk->read = counted_read;
     n_reads = fails = 0;
     need(oo_host_create(bytes + 77, &kept_in), "a room");
-    need(oo_host_keep(w.host, BEFORE, bytes, kept_in, 77), "keep");
     need(oo_engine_lock(w.engine, w.host, 0), "know");
+    need(keep(&w, w.host, BEFORE, bytes, kept_in, 77), "keep");
     begin_model(&w, 2 * bytes);
     add_units(&w, 1);
     need(use(&w, 0, OO_FORWARD), "use");
@@ -994,8 +1056,8 @@ static void pieces_of_both_kinds_take_turns_on_the_link(void) {
     write_file(&w, BEFORE + 2 * bytes + 100);
     need(open_file(&w.host), "open");
     need(oo_host_create(bytes + SMALL, &kept_in), "memory");
-    need(oo_host_keep(w.host, BEFORE + bytes, bytes - SMALL, kept_in, 0), "keep");
     need(oo_engine_lock(w.engine, w.host, 0), "know");
+    need(keep(&w, w.host, BEFORE + bytes, bytes - SMALL, kept_in, 0), "keep");
     need(oo_engine_lock(w.engine, kept_in, OO_ALL_BYTES), "lock");
     begin_model(&w, 3 * bytes);
     const uintptr_t begin = ((uintptr_t)w.arena + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
@@ -1412,6 +1474,8 @@ static const struct check_case cases[] = {
     CASE(a_write_counts_more_than_what_is_kept),
     CASE(a_room_goes_before_its_file_or_after_it),
     CASE(a_room_is_locked_when_no_copy_is_under_way),
+    CASE(another_room_is_taken_when_no_copy_is_under_way),
+    CASE(what_is_kept_may_change_in_the_middle),
     CASE(whole_pages_are_kept),
     CASE(a_read_that_ends_in_its_last_page_is_short),
     CASE(a_file_without_direct_reads_is_opened),

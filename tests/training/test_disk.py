@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import oracle_offload
 from oracle_offload.errors import OffloadError
 from oracle_offload.host.disk import remote_kind
-from oracle_offload.model.on_disk import between, middle
+from oracle_offload.model import masters
+from oracle_offload.model.on_disk import between, largest, middle
 
 pytestmark = pytest.mark.skipif(
     not os.access("/proc/self/pagemap", os.R_OK) or bool(remote_kind(tempfile.gettempdir())),
@@ -776,6 +777,135 @@ def test_sampling_reads_no_more_than_the_least(tmp_path, memory, arena):
         assert sum(train_step(manager, managed, resident, x) for _ in range(2)) <= 4.08 * least
 
 
+class Pairs(nn.Module):
+    """Layers of two sizes, and a parameter that may train."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(depth):
+            self.layers.append(nn.Linear(128, 512, bias=False))
+            self.layers.append(nn.Linear(512, 128, bias=False))
+            self.layers.append(nn.Linear(128, 128, bias=False))
+        self.shift = nn.Parameter(torch.zeros(128))
+        for layer in self.layers:
+            layer.requires_grad_(False)
+
+    def forward(self, x):
+        x = x + self.shift
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def kept_layers(manager):
+    """Return the layers that memory keeps, and the bytes that are locked without the rings."""
+    rooms = [room for room in manager.attachment.pieces.in_order() if hasattr(room, "kept")]
+    starts = {address for room in rooms for address, _, _ in room.kept}
+    stats = stats_of(manager)
+    return (
+        [
+            n
+            for n, layer in enumerate(manager.layers)
+            if layer.masters.addresses["weight"] in starts
+        ],
+        stats["locked_bytes"] - stats["ring_bytes"],
+    )
+
+
+def test_memory_has_the_largest_while_a_model_samples_alone(device, tmp_path):
+    depth = 12
+    torch.manual_seed(0)
+    resident = Pairs(depth)
+    save_file(resident.state_dict(), tmp_path / "model.safetensors")
+    with oracle_offload.empty_weights():
+        managed = Pairs(depth)
+    resident.to(device)
+    room = 14 * 128 * 512 * 4 + 4096
+    with on_disk(managed, device, tmp_path, ram_budget=room, vram_budget="1MiB") as manager:
+        x = torch.randn(2, 128, device=device)
+        before, _ = kept_layers(manager)
+        large = [n for n in range(3 * depth) if n % 3 < 2]
+        assert before and not set(before) <= set(large)
+        managed.eval()
+        for nth in range(8):
+            sweep(manager, managed, resident, x)
+            sampled, locked = kept_layers(manager)
+            assert set(sampled) <= set(large) and len(sampled) >= 14
+            assert stats_of(manager)["disk_kept_bytes"] <= room, f"sweep {nth}"
+        assert stats_of(manager)["disk_arrived_bytes"] == stats_of(manager)["disk_kept_bytes"]
+        assert locked >= stats_of(manager)["disk_kept_bytes"] > 0
+        managed.train()
+        for _ in range(4):
+            train_step(manager, managed, resident, x)
+        trained, locked = kept_layers(manager)
+        assert trained == before, "one backward was seen"
+        assert stats_of(manager)["disk_arrived_bytes"] == stats_of(manager)["disk_kept_bytes"]
+        assert stats_of(manager)["disk_kept_bytes"] <= locked <= room + (1 << 20)
+        managed.eval()  # a sample in between is no reason
+        for _ in range(3):
+            sweep(manager, managed, resident, x)
+        assert kept_layers(manager) == (trained, locked)
+
+
+def test_what_is_in_use_stays_right_when_memory_changes(device, tmp_path):
+    """A graph awaits its backward, and another model is on the device."""
+    torch.manual_seed(0)
+    resident = Pairs(6)
+    save_file(resident.state_dict(), tmp_path / "model.safetensors")
+    with oracle_offload.empty_weights():
+        managed, other = Pairs(6), Pairs(6)
+    resident.to(device)
+    sizes = {"ram_budget": "2MiB", "vram_budget": "1MiB"}
+    with (
+        on_disk(managed.eval(), device, tmp_path, **sizes) as manager,
+        on_disk(other.eval(), device, tmp_path, **sizes) as other_manager,
+    ):
+        x = torch.randn(2, 128, device=device)
+        for _ in range(2):
+            sweep(manager, managed, resident, x)
+            sweep(other_manager, other, resident, x)
+        sampled, _ = kept_layers(other_manager)
+        held = managed(x)
+        for _ in range(2):
+            train_step(manager, managed, resident, x)
+        assert kept_layers(manager)[0] != sampled and kept_layers(other_manager)[0] == sampled
+        managed.zero_grad()
+        held.sum().backward()
+        assert_same(managed.shift.grad, resident.shift.grad)
+        sweep(other_manager, other, resident, x)
+
+
+@pytest.mark.parametrize("at", ["Room", "add_room", "remove_room"])
+def test_ctrl_c_while_memory_changes(tmp_path, monkeypatch, at):
+    torch.manual_seed(0)
+    resident = Pairs(6)
+    save_file(resident.state_dict(), tmp_path / "model.safetensors")
+    with oracle_offload.empty_weights():
+        managed = Pairs(6).eval()
+    x = torch.randn(2, 128)
+    with on_disk(managed, "cpu", tmp_path, ram_budget="2MiB", vram_budget="1MiB") as manager:
+        owner = masters if at == "Room" else manager.attachment.pieces
+        real = getattr(owner, at)
+
+        def interrupted(*given):
+            monkeypatch.setattr(owner, at, real)
+            real(*given)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(owner, at, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(manager, managed, resident, x)
+        for _ in range(4):
+            sweep(manager, managed, resident, x)
+        assert stats_of(manager)["disk_kept_bytes"] <= 2 << 20
+        managed.train()
+        for _ in range(3):
+            train_step(manager, managed, resident, x)
+        stats = stats_of(manager)
+        assert stats["disk_arrived_bytes"] == stats["disk_kept_bytes"] > 0
+
+
 # ---- files on other machines ----
 
 
@@ -856,6 +986,18 @@ def test_what_is_between_the_ends_is_in_memory_evenly():
         chosen = between(sizes, limit, 10)
         held = sum(sizes[n] for n in chosen)
         assert held <= limit and held + max(sizes) > min(limit, sum(sizes))
+
+
+def test_the_largest_are_in_memory():
+    assert largest([1] * 20, 4) == {4, 9, 14, 19}
+    assert largest([3, 1, 3, 1, 3, 1], 7) == {2, 4, 5}
+    assert largest([3, 1, 3, 1, 3, 1], 100) == set(range(6))
+    assert largest([3, 1, 2], 0) == set()
+    assert largest([3, 1, 2], 2, [2, 1, 1]) == {0}, "it is their bytes on the host that count"
+    assert largest([3, 1, 3], 2) == {1}
+    sizes = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
+    for limit in range(sum(sizes)):
+        assert sum(sizes[n] for n in largest(sizes, limit)) <= limit
 
 
 def test_the_middle_is_in_memory():

@@ -111,6 +111,24 @@ def test_sampling_locks_what_memory_keeps(device, tmp_path):
         assert "read from files" in str(manager.memory_summary())
 
 
+def test_memory_changes_when_what_has_sampled_is_trained(device, tmp_path):
+    resident, path = saved(tmp_path)
+    managed = coded_tower().eval()
+    with compressed(managed, device, path) as manager:
+        in_memory = manager.attachment.in_memory
+        for samples in (True, False):
+            for _ in range(4):
+                x = torch.randn(3, WIDTH, dtype=torch.bfloat16).to(device)
+                with torch.no_grad():
+                    assert_same(managed(x), resident.to(device)(x))
+                if not samples:
+                    assert_models_agree(managed, resident, step, device=device)
+            stats = stats_of(manager)
+            assert in_memory.samples is samples
+            assert stats["disk_arrived_bytes"] == stats["disk_kept_bytes"] > WEIGHT
+            assert stats["locked_bytes"] - stats["ring_bytes"] >= stats["disk_kept_bytes"]
+
+
 def test_a_disk_that_sets_the_pace_is_read_in_less_time(tmp_path):
     resident, path = saved(tmp_path)
     resident.requires_grad_(False)

@@ -64,6 +64,7 @@ ARGUMENTS: dict[str, dict[str, tuple[int, int] | None]] = {
     "lockable": {"buffer": None},
     "reserve_rings": {"nbytes": BYTES},
     "unlock": {"buffer": None},
+    "keep_in": {"buffer": None, "kept": None},
     "remove_model": {"model": ID},
     "remove_lease": {"lease": ID},
     "add_segment": {"lease": ID, "address": ADDRESS, "nbytes": BYTES, "stream": ADDRESS},
@@ -139,6 +140,7 @@ def arguments_of(life: Life, call: str) -> dict[str, Any]:
     member, tensors = next(iter(life.tensors.items()))
     known = {
         "buffer": life.buffer,
+        "kept": [],
         "model": life.model,
         "lease": life.lease,
         "address": life.arena,

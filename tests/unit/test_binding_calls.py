@@ -90,7 +90,7 @@ def test_a_call_with_too_few_or_too_many_arguments_is_refused(call: str) -> None
         }
         with pytest.raises(TypeError) as raised:
             getattr(life.engine, call)(*given)
-        ours = len(arguments) > 1 and call not in ("add_unit", "move_member")
+        ours = len(arguments) > 1 and call not in ("keep_in", "add_unit", "move_member")
         assert (str(raised.value) in told) is ours, raised.value
     life.close_unused()
 
@@ -424,7 +424,17 @@ def test_many_rows_are_told_whole() -> None:
 
 
 NEED_MEMORY = (
-    *("HostBuffer", "Engine", "lock", "trace_stop", "add_unit", "move_member", "stamp", "stats"),
+    *(
+        "HostBuffer",
+        "Engine",
+        "lock",
+        "keep_in",
+        "trace_stop",
+        "add_unit",
+        "move_member",
+        "stamp",
+        "stats",
+    ),
     *("mem_info", "visits", "expect", "pace", "expect_pace", "journal_read", "residents"),
     *("unit_waits", "keep", "map", "compute_stream", "device_name", "pci_id"),
 )
@@ -435,6 +445,7 @@ def asked_again(life: Life, name: str) -> tuple[Callable[[], Any], Callable[[], 
     engine, buffer = life.engine, _core.HostBuffer(4 * KIB)
     calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "lock": (int, lambda: (engine.lock(buffer), engine.unlock(buffer))),
+        "keep_in": (int, lambda: engine.keep_in(buffer, [])),
         "trace_stop": (lambda: (engine.trace_start(), bring_back(life)), engine.trace_stop),
         "HostBuffer": (int, lambda: _core.HostBuffer(4 * KIB)),
         "Engine": (int, lambda: _core.Engine(LIBRARY, 0)),

@@ -13,7 +13,9 @@ from itertools import pairwise
 import pytest
 
 from oracle_offload import OffloadError, _core
+from oracle_offload.engine import simulator
 
+LIBRARY = str(simulator.library_path())
 MIB = 1 << 20
 
 
@@ -88,16 +90,30 @@ def test_what_a_file_keeps_in_other_memory(tmp_path):
         shown = _core.HostBuffer(1, file=file.fileno(), path=os.fsencode(path))
     room = _core.HostBuffer(4096)
     assert shown.nbytes == 16384 and bytes(memoryview(shown)[:300]) == path.read_bytes()[:300]
-    shown.keep(room, 100, 4096, 0)
+    engine, other = _core.Engine(LIBRARY, 0), _core.HostBuffer(4096)
+    with pytest.raises(ValueError, match="does not know the 4096 bytes"):
+        engine.keep_in(room, [(shown.address, 4096, 0)])
+    engine.lock(shown, 0)
+    engine.keep_in(room, [(shown.address + 100, 4096, 0)])
     assert room.arrived == shown.arrived == 0
-    with pytest.raises(ValueError, match="are kept already"):
-        shown.keep(room, 4195, 1, 0)
-    with pytest.raises(ValueError, match="cannot be kept at 1 of other memory"):
-        shown.keep(room, 8192, 4096, 1)
-    with pytest.raises(TypeError, match="needs a HostBuffer"):
-        shown.keep(None, 0, 1, 0)
-    with pytest.raises(TypeError, match="keep"):
-        shown.keep()
+    for rows, why in (
+        ([(shown.address + 4195, 1, 0)], "are kept already"),
+        ([(shown.address, 50, 0), (shown.address + 40, 9, 60)], "are kept already"),
+        ([(shown.address + 8192, 4096, 1)], "cannot be kept at 1 of other memory"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            engine.keep_in(other, rows)
+    engine.keep_in(other, [(shown.address, 50, 0)])  # of what failed nothing is kept
+    engine.keep_in(room, [(shown.address + 8192, 4096, 0)])  # in place of what was
+    engine.keep_in(other, [(shown.address + 100, 4096, 0)])
+    for wrong in ((), (room,), (None, []), (room, ()), (room, [(1, 2)]), (room, [(1, 2, 3.5)])):
+        with pytest.raises(TypeError):
+            engine.keep_in(*wrong)
+    with pytest.raises(ValueError, match="nbytes must be"):
+        engine.keep_in(room, [(shown.address, -1, 0)])
+    engine.keep_in(room, [])
+    engine.unlock(shown)
+    engine.close()
     shown.check(0, shown.nbytes)
     room.check(0, 4096)
     os.utime(path, ns=(0, 0))
