@@ -752,6 +752,7 @@ static void what_cannot_be_kept(void) {
     need(oo_engine_unlock(w.engine, w.host), "unlock"); /* then nothing is kept any more */
     need(oo_host_destroy(other), "destroy");
     need(oo_engine_lock(w.engine, w.host, 0), "lock");
+    need(keep(&w, w.host, 0, BEFORE - 1, kept_in, 0), "what was kept in the other");
     need(oo_model_add(w.engine, &w.model), "a model");
     need(oo_host_destroy(kept_in), "the room");
     keeps = 0;
