@@ -1376,8 +1376,8 @@ static ptrdiff_t read_after_near(int file, void *target, size_t bytes, uint64_t 
 /* While all threads read, copies from memory are queued: one behind the other, and in front of what
  * is to be read next. */
 static void copies_from_memory_are_queued_in_front(void) {
-    enum { FAR = OO_READ_THREADS + 1, NEAR = 4, BOTH = FAR + NEAR };
-    static const unsigned order[] = {FAR, FAR + 1, FAR + 2, FAR + 3, FAR - 1};
+    enum { THERE = OO_READ_THREADS + 1, HERE = 4, BOTH = THERE + HERE };
+    static const unsigned order[] = {THERE, THERE + 1, THERE + 2, THERE + 3, THERE - 1};
     struct world w;
     struct oo_event *ready[BOTH];
     unsigned number[BOTH];
@@ -1391,9 +1391,9 @@ static void copies_from_memory_are_queued_in_front(void) {
     w.host->disk->read = read_after_near;
     need(oo__enter(w.engine, 0), "enter");
     for (unsigned i = 0; i < BOTH; i++) {
-        number[i] = w.unit[i < FAR ? 2 * i + 1 : 2 * (i - FAR)];
+        number[i] = w.unit[i < THERE ? 2 * i + 1 : 2 * (i - THERE)];
         w.engine->spans.seen[OO_TRACE_H2D] = 1; /* none is measured */
-        unsigned active = i == FAR ? 0 : OO_READ_THREADS;
+        unsigned active = i == THERE ? 0 : OO_READ_THREADS;
         for (int k = 0; k < 50000 && active < OO_READ_THREADS; k++) {
             file_sleep(100);
             oo__mutex_lock(feeder->mutex);
@@ -1405,7 +1405,7 @@ static void copies_from_memory_are_queued_in_front(void) {
     }
     oo__mutex_lock(feeder->mutex);
     const struct oo_feed *feed = feeder->first;
-    for (unsigned i = 0; i <= NEAR; i++, feed = feed ? feed->next : NULL)
+    for (unsigned i = 0; i <= HERE; i++, feed = feed ? feed->next : NULL)
         CHECK(feed == w.engine->units[number[order[i]]].feed, "another is the %uth", i);
     oo__mutex_unlock(feeder->mutex);
     near_has_come = 1;
