@@ -225,8 +225,8 @@ class Engine:
         """Keep bytes of files in `buffer` once read, in place of what was kept there.
 
         `kept`: of each the address where the memory of a file shows it, its bytes, and its place in
-        `buffer`, which must stay until it keeps nothing or no engine knows the files. No other
-        engine may know them.
+        `buffer`, which must stay until it keeps nothing or the engine knows the files no more. No
+        other engine may know them.
         """
 
     def unlock(self, buffer: HostBuffer, /) -> None:

@@ -368,13 +368,12 @@ enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host) 
     while (*link != known)
         link = &(*link)->next_of_host;
     *link = known->next_of_host;
-    const int is_last = !host->known;
     oo__mutex_unlock(host->mutex);
     free(known);
-    if (host->disk && is_last)
+    if (host->disk) {
         oo__kept_forget(host->disk, NULL);
-    if (host->disk)
         oo__feeder_read(engine, oo__reads_files(engine));
+    }
 done:
     oo__leave(engine);
     return status;

@@ -261,6 +261,8 @@ static void oo__unit_take_parts(struct oo_engine *engine, struct oo_unit *unit,
 }
 
 static void oo__keep_nothing_in(struct oo_engine *engine, const struct oo_host *room) {
+    /* H10: a copy thread may be reading what is kept there, or writing it. */
+    oo__feeds_await(engine);
     for (const struct oo_known *known = engine->known; known; known = known->next)
         if (known->host->disk)
             oo__kept_forget(known->host->disk, room);
@@ -271,8 +273,6 @@ enum oo_status oo_engine_keep_in(struct oo_engine *engine, struct oo_host *room,
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
-    /* H10: a copy thread may be reading what is kept no more, or writing it. */
-    oo__feeds_await(engine);
     oo__keep_nothing_in(engine, room);
     room->arrived = 0;
     for (size_t i = 0; i < count && status == OO_OK; i++) {

@@ -196,7 +196,7 @@ struct oo_keeping {
 };
 /* Keep these bytes of files in `room`, in place of all that was kept there, once they have been
  * read: what travels of them later comes from there, directly where the engine has locked it. It
- * ends when no engine knows their file any more; until then, or until nothing is kept there
+ * ends when the engine knows their file no more; until then, or until nothing is kept there
  * (`count` 0), `room` must stay. No other engine may know these files. Bytes of no file that the
  * engine knows, or that are kept elsewhere: OO_E_ARGUMENT, and nothing is kept in `room`. */
 enum oo_status oo_engine_keep_in(struct oo_engine *engine, struct oo_host *room,

@@ -365,6 +365,16 @@ static void no_use_looks_at_what_is_in_a_file(void) {
     close_model(m, "not looked at");
     set_memory(LOCKED);
 }
+
+static void headers_of_a_file_that_was_cut_off_are_not_kept(void) {
+    set_memory(IN_A_FILE);
+    struct model *m = open_model(LAYERS, 1024, 3 * 4 * MOST_BYTES);
+    file_set_bytes(m->path, 0); /* touching it ends the process now */
+    keep_all(m);
+    CHECK(oo_host_arrived(m->room) == 0, "%zu bytes", oo_host_arrived(m->room));
+    close_model(m, "cut off");
+    set_memory(LOCKED);
+}
 #endif
 
 enum { MOST_READS = 32 };
@@ -1165,6 +1175,7 @@ static const struct check_case cases[] = {
     CASE(a_chunk_of_which_a_read_fails_is_not_decoded),
 #if !defined(_WIN32)
     CASE(no_use_looks_at_what_is_in_a_file),
+    CASE(headers_of_a_file_that_was_cut_off_are_not_kept),
 #endif
     CASE(a_locked_chunk_passes_through_no_ring),
     CASE(a_chunk_of_memory_that_is_not_known_travels),

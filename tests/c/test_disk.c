@@ -747,6 +747,10 @@ static void what_cannot_be_kept(void) {
     CHECK(keep(&w, other, 0, 1, kept_in, 0) == OO_E_ARGUMENT, "not known");
     CHECK(keep(&w, kept_in, 0, 1, other, 0) == OO_E_ARGUMENT, "of no file");
     CHECK(keep(&w, w.host, all - 1, 1, w.host, 0) == OO_E_ARGUMENT, "in a file");
+    const struct oo_keeping rows[] = {{(char *)oo_host_address(w.host) + all, 1, 0},
+                                      {oo_host_address(w.host), 1, 0}};
+    CHECK(oo_engine_keep_in(w.engine, other, rows, 2) == OO_E_ARGUMENT, "one of two");
+    CHECK(w.host->disk->n_kept == 0, "%zu are kept", w.host->disk->n_kept);
     need(step(&w), "step");
     need(world_remove(&w), "remove");
     need(oo_engine_unlock(w.engine, w.host), "unlock"); /* then nothing is kept any more */
@@ -758,6 +762,18 @@ static void what_cannot_be_kept(void) {
     keeps = 0;
     end(&w, "kept again");
 }
+
+#if !defined(_WIN32) /* which keeps a file that is mapped from being cut off */
+static void nothing_is_touched_before_it_is_read(void) {
+    struct world w;
+    begin(&w, 100000);
+    file_set_bytes(path, 0); /* touching it ends the process now */
+    keep_some(&w, 0);
+    CHECK(stats_of(&w).disk_kept_bytes == kept_bytes, "nothing is kept");
+    keeps = 1;
+    end_keeping(&w, "touched");
+}
+#endif
 
 /* The threads that read go with the last file. */
 static void threads_that_read_end_with_the_files(void) {
@@ -1481,6 +1497,9 @@ static const struct check_case cases[] = {
     CASE(a_read_that_ends_in_its_last_page_is_short),
     CASE(a_file_without_direct_reads_is_opened),
     CASE(what_cannot_be_kept),
+#if !defined(_WIN32)
+    CASE(nothing_is_touched_before_it_is_read),
+#endif
     CASE(threads_that_read_end_with_the_files),
     CASE(a_file_that_was_written_is_refused_until_it_is_as_it_was),
 #if !defined(_WIN32)
