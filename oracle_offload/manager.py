@@ -743,9 +743,11 @@ def _fill_masters(
     pieces.budget.reserve_rings(managed)
     coder = coder_for(coded, placed.budget.ram_budget, placed.host_room)
     pieces.share_with(shared)
-    attachment.in_memory = admission.build_masters(
+    in_memory = admission.build_masters(
         pieces, placed.units, moved, placed.loading, coder, shared, placed.disk
     )
+    if in_memory is not None:
+        attachment.keep_in_memory(in_memory)
     pieces.budget.leave_headroom(pieces.in_order())
     if shared is not None:
         shared.seal(pieces.shared())

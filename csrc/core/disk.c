@@ -229,8 +229,8 @@ void oo__disk_keep_shown(const struct oo_disk *disk, struct oo_kept *kept, const
                          size_t bytes) {
     const size_t page = oo__page_bytes(), skew = oo__disk_skew(masters);
     const size_t whole = (skew + bytes + page - 1) / page * page;
-    if (!oo__disk_is_same(disk)) /* what is cut off cannot be touched */
-        return;
+    if (oo__kept_bytes(kept, masters, bytes) || !oo__disk_is_same(disk))
+        return; /* what is cut off cannot be touched */
     char *copy = malloc(whole);
     if (!copy) /* then a part of the room never arrives */
         return;

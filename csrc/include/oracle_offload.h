@@ -197,8 +197,10 @@ struct oo_keeping {
 /* Keep these bytes of files in `room`, in place of all that was kept there, once they have been
  * read: what travels of them later comes from there, directly where the engine has locked it. It
  * ends when the engine knows their file no more; until then, or until nothing is kept there
- * (`count` 0), `room` must stay. No other engine may know these files. Bytes of no file that the
- * engine knows, or that are kept elsewhere: OO_E_ARGUMENT, and nothing is kept in `room`. */
+ * (`count` 0), `room` must stay. What is kept in locked memory may be copied from there still:
+ * before other bytes take its place, unlock it. No other engine may know these files. Bytes of no
+ * file that the engine knows, or that are kept elsewhere: OO_E_ARGUMENT, and nothing is kept in
+ * `room`. */
 enum oo_status oo_engine_keep_in(struct oo_engine *engine, struct oo_host *room,
                                  const struct oo_keeping *kept, size_t count);
 /* Wait for all copies of this engine from or to the memory, then forget it; no unit may still live

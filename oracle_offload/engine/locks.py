@@ -19,8 +19,9 @@ matter, so a turn is waited for with a limit. What a lock protects is changed un
 (``dict.get``, an attribute that holds a tuple, ``list(layers)``) needs no lock: the GIL makes it
 one step. The hot path, a loan, makes such look-ups alone and takes no lock but the mutex, and the
 turn where it lends to a module's own forward. Once what memory keeps of a file has arrived, or
-a sweep has brought no more of it, a loan takes the device's to lock it; so does the second one, to
-choose what is kept. So a loan may begin only where that may be taken.
+a sweep has brought no more of it, a loan takes the device's to lock it; so does one after the
+first, and one after a backward, to choose what memory keeps. So a loan may begin only where that
+may be taken.
 
 The GIL has no place in the order, because no thread waits with it: Python waits for a lock without
 it; the binding tries the mutex, and waits for it only after it has released the GIL; and the thread

@@ -123,8 +123,8 @@ class Attachment:
         self._lost_warning_shown = False
         self._left_codes_shown = False
         self._is_left = False
-        self.in_memory: InMemory | None = None  # of what stays in files
-        self._is_begun = False  # a use has shown whether it samples
+        self._in_memory: InMemory | None = None  # of what stays in files
+        self._samples: bool | None = None  # alone, as the first use has shown
         self._turned_at = state.pace.uses  # see `during_forward`
         self.model = state.engine.add_model()
         self.is_attached = True
@@ -222,24 +222,17 @@ class Attachment:
             return
         if self.pieces.share is not None:
             self.pieces.share.check_generation()
-        in_memory = self.in_memory
-        if in_memory is not None and in_memory.samples is not False and self._is_trained():
-            in_memory.suit(samples=False)
+        self._choose_memory(turned=True)
         self.pieces.lock_arrived(turned=True)
         self._restore_size(logging.DEBUG)
         if self.arena.may_grow:
             self._grow_to_block()
 
     def during_forward(self) -> None:
-        """Lock what has arrived: where no backward ever runs, nothing else does.
-
-        Before that the first use tells whether the model samples: what suits that is in memory
-        until a backward has run.
-        """
+        """Lock what has arrived: where no backward ever runs, nothing else does."""
         if self._is_left:
             return
-        if self.in_memory is not None and not self._is_begun:
-            self._begin(self.in_memory)
+        self._choose_memory(self.state.turned)
         # No backward divides sweeps: in twice as many uses as layers there is a whole one.
         turned = self.state.pace.uses - self._turned_at > 2 * len(self.layers)
         if turned:
@@ -247,20 +240,28 @@ class Attachment:
         if self.pieces.waits_for(turned):
             self.pieces.lock_arrived(turned)
 
-    def _begin(self, in_memory: InMemory) -> None:
-        """Let memory suit what the first use was; before it has ended, ask at the next."""
-        model, pace = self.module(), self.state.pace
-        if model is None or not self.state.engine.visits(self.model):
-            pace.next_look = pace.uses + 1
-            return
-        with self.state.lock:
-            if self.is_attached:
-                in_memory.suit(samples=not model.training and not self._is_trained())
-        self._is_begun = True
+    def keep_in_memory(self, in_memory: InMemory) -> None:
+        """Choose what of the model's files is in memory by what it is used for."""
+        self._in_memory = in_memory
+        self.state.pace.next_look = self.state.pace.uses + 2  # the first use has ended by then
 
-    def _is_trained(self) -> bool:
+    def _choose_memory(self, turned: bool) -> None:
+        """Have in memory what suits a model that samples alone, where the first use shows that.
+
+        Once a backward of it has run (`turned`: of any model) it is what suits training, for good.
+        """
+        in_memory, model, samples = self._in_memory, self.module(), self._samples
+        if in_memory is None or model is None:
+            return
+        if samples == in_memory.samples and not (samples and turned):
+            return
         visits = self.state.engine.visits(self.model)
-        return any(kind != _core.FORWARD for _, kind in visits)
+        with self.state.lock:
+            if not visits or not self.is_attached:
+                return
+            may_sample = not model.training if samples is None else samples
+            self._samples = may_sample and all(kind == _core.FORWARD for _, kind in visits)
+            in_memory.suit(self._samples)
 
     def _grow_to_block(self) -> None:
         engine = self.state.engine

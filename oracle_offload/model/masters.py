@@ -319,6 +319,8 @@ class Room(Piece):
         What is to be kept.
     node : int
         NUMA node that the memory shall be on; -1 for any.
+    for_now : bool
+        Whether it may be emptied before the model is detached.
 
     Attributes
     ----------
@@ -326,7 +328,10 @@ class Room(Piece):
         For `_core.Engine.keep_in`.
     """
 
-    def __init__(self, units: Sequence[Sequence[Row]], node: int = -1) -> None:
+    def __init__(
+        self, units: Sequence[Sequence[Row]], node: int = -1, for_now: bool = False
+    ) -> None:
+        self.for_now = for_now
         offsets, self._cuts = lay_out([[nbytes for _, _, nbytes in unit] for unit in units])
         self.buffer = HostBuffer(self._cuts[-1], node)
         self.start, self.end = self.buffer.address, self.buffer.address + self.buffer.nbytes
@@ -358,8 +363,8 @@ class Room(Piece):
         return True
 
     def is_abandoned(self) -> bool:
-        """Whether no file keeps anything in it."""
-        return all(not file.is_known for file in self._files)
+        """Whether nothing of a file is kept in it."""
+        return not self.kept or all(not file.is_known for file in self._files)
 
 
 def code(
@@ -535,11 +540,13 @@ class Pieces:
         self._filling.append(room)
         self._state.engine.keep_in(room.buffer, room.kept)
 
-    def remove_room(self, room: Room) -> None:
-        """Keep nothing of files in a room any more, and give back its memory."""
-        self._state.engine.keep_in(room.buffer, [])
-        if self._pieces.get(room.start) is room:
-            self._unlock(room.start)
+    def empty_rooms(self) -> None:
+        """Keep nothing in the rooms that are for now, and give back their memory."""
+        for room in list(self._pieces.values()):
+            if isinstance(room, Room) and room.for_now:
+                self._state.engine.keep_in(room.buffer, [])
+                room.kept = []
+        self.give_back()
 
     def waits_for(self, turned: bool) -> bool:
         """Whether `lock_arrived` may find something to lock; this takes no lock."""

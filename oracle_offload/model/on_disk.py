@@ -16,7 +16,9 @@ its place in the arena all the while, and the smaller it is, the more stays ther
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from ..disk.checkpoint import WeightFile
     from .loading import Loading
 
+logger = logging.getLogger("oracle_offload")
 SMALL_BYTES = 64 * KIB  # of a tensor: a read of less costs as much
 ROOM_BYTES = 256 * MIB  # that are locked at once, when they have arrived
 _RESIDENT = "kept on the device: disk=True reads least if it never travels"
@@ -60,6 +63,8 @@ class CodedPlace:
     kind: int
 
 
+# Of which file something is to be kept, where it begins there, and its bytes.
+_Row = tuple["weakref.ref[masters.FilePiece]", int, int]
 # Returns, by `id`, which of tensors in these places have coded weights in files, and where.
 Code = Callable[[Sequence[Unit], dict[int, Place]], dict[int, CodedPlace]]
 
@@ -154,10 +159,9 @@ class InMemory:
         sampled: list[list[list[masters.Row]]],
     ) -> None:
         self._pieces = pieces
-        self._trained, self._sampled = trained, sampled
-        self._rooms: list[masters.Room] = []
-        self.samples: bool | None = None  # what memory suits; None while it changes
-        self.suit(False)
+        self._trained, self._sampled = map(_without_files, (trained, sampled))
+        self.samples: bool | None = False  # what memory suits; None while it changes
+        self._add(self._trained)
 
     def suit(self, samples: bool) -> None:
         """Keep what suits a model that samples alone, or one that is trained; no more of the other.
@@ -167,13 +171,36 @@ class InMemory:
         if samples == self.samples:
             return
         self.samples = None
-        while self._rooms:
-            self._pieces.remove_room(self._rooms[-1])
-            self._rooms.pop()
-        for units in self._sampled if samples else self._trained:
-            self._rooms.append(masters.Room(units, self._pieces.node))
-            self._pieces.add_room(self._rooms[-1])
+        self._pieces.empty_rooms()
+        try:
+            self._add(self._sampled if samples else self._trained)
+        except MemoryError:
+            logger.warning(
+                "the host has no memory for all that ram_budget has room for: more is read from "
+                "files, which is slower"
+            )
         self.samples = samples
+
+    def _add(self, rooms: list[list[list[_Row]]]) -> None:
+        for units in rooms:
+            rows = [
+                [
+                    (file, begin, nbytes)
+                    for of, begin, nbytes in unit
+                    if (file := of()) is not None and file.is_known  # else nothing needs it
+                ]
+                for unit in units
+            ]
+            if any(rows):
+                self._pieces.add_room(masters.Room(rows, self._pieces.node, for_now=True))
+
+
+def _without_files(rooms: list[list[list[masters.Row]]]) -> list[list[list[_Row]]]:
+    """Return rows that do not hold their files, which may be needed no more before the model."""
+    return [
+        [[(weakref.ref(of), begin, nbytes) for of, begin, nbytes in unit] for unit in room]
+        for room in rooms
+    ]
 
 
 def _by_file(rows: Iterable[tuple[File, Row]]) -> list[tuple[File, list[Row]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import threading
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
+from oracle_offload import _core
 from oracle_offload.errors import OffloadError
 from oracle_offload.host.disk import remote_kind
 from oracle_offload.model import masters
@@ -862,10 +864,11 @@ def test_what_is_in_use_stays_right_when_memory_changes(device, tmp_path):
         on_disk(other.eval(), device, tmp_path, **sizes) as other_manager,
     ):
         x = torch.randn(2, 128, device=device)
-        for _ in range(2):
+        for _ in range(3):  # the second of them is looked at later
             sweep(manager, managed, resident, x)
             sweep(other_manager, other, resident, x)
         sampled, _ = kept_layers(other_manager)
+        assert kept_layers(manager)[0] == sampled
         held = managed(x)
         for _ in range(2):
             train_step(manager, managed, resident, x)
@@ -876,26 +879,40 @@ def test_what_is_in_use_stays_right_when_memory_changes(device, tmp_path):
         sweep(other_manager, other, resident, x)
 
 
-@pytest.mark.parametrize("at", ["Room", "add_room", "remove_room"])
-def test_ctrl_c_while_memory_changes(tmp_path, monkeypatch, at):
+def pairs(tmp_path, depth=6, shards=False):
+    """Return a model, and another in evaluation mode without the values, which are in files."""
     torch.manual_seed(0)
-    resident = Pairs(6)
-    save_file(resident.state_dict(), tmp_path / "model.safetensors")
+    resident = Pairs(depth)
+    least = {"shard_bytes": 8 * 128 * 512} if shards else {}
+    oracle_offload.save_weights(resident, tmp_path, **least)
     with oracle_offload.empty_weights():
-        managed = Pairs(6).eval()
+        return resident, Pairs(depth).eval()
+
+
+TIGHT = {"ram_budget": "2MiB", "vram_budget": "1MiB"}
+
+
+@pytest.mark.parametrize("at", ["__init__", "add_room", "empty_rooms"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_what_breaks_off_a_change_of_memory(tmp_path, monkeypatch, at, error, caplog):
+    resident, managed = pairs(tmp_path)
     x = torch.randn(2, 128)
-    with on_disk(managed, "cpu", tmp_path, ram_budget="2MiB", vram_budget="1MiB") as manager:
-        owner = masters if at == "Room" else manager.attachment.pieces
+    with on_disk(managed, "cpu", tmp_path, **TIGHT) as manager:
+        owner = masters.Room if at == "__init__" else masters.Pieces
         real = getattr(owner, at)
 
-        def interrupted(*given):
+        def interrupted(*given, **options):
             monkeypatch.setattr(owner, at, real)
-            real(*given)
-            raise KeyboardInterrupt
+            real(*given, **options)
+            raise error
 
         monkeypatch.setattr(owner, at, interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        if error is MemoryError and at != "empty_rooms":
             sweep(manager, managed, resident, x)
+            assert "the host has no memory for all" in caplog.text
+        else:
+            with pytest.raises(error):
+                sweep(manager, managed, resident, x)
         for _ in range(4):
             sweep(manager, managed, resident, x)
         assert stats_of(manager)["disk_kept_bytes"] <= 2 << 20
@@ -904,6 +921,76 @@ def test_ctrl_c_while_memory_changes(tmp_path, monkeypatch, at):
             train_step(manager, managed, resident, x)
         stats = stats_of(manager)
         assert stats["disk_arrived_bytes"] == stats["disk_kept_bytes"] > 0
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["file", "shards"])
+@pytest.mark.parametrize("samples", [False, True], ids=["before", "after"])
+def test_files_that_are_needed_no_more_are_kept_nowhere(tmp_path, shards, samples):
+    resident, managed = pairs(tmp_path, shards=shards)
+    x = torch.randn(2, 128)
+    with on_disk(managed, "cpu", tmp_path, **TIGHT) as manager:
+        if samples:
+            sweep(manager, managed, resident, x)
+        replaced = managed.layers[: 9 if shards else None]
+        values = [layer.weight.detach().clone() for layer in resident.layers]
+        for layer, value in zip(replaced, values, strict=False):
+            layer.load_state_dict({"weight": value}, assign=True)
+        for _ in range(3):
+            sweep(manager, managed, resident, x)
+        for _ in range(3):
+            train_step(manager, managed, resident, x)
+        assert (stats_of(manager)["disk_kept_bytes"] > 0) is shards
+
+
+@pytest.mark.parametrize("head", [False, True], ids=["all", "but_one"])
+def test_reentrant_checkpoints_are_training(tmp_path, head):
+    resident, managed = pairs(tmp_path)
+    x = torch.randn(2, 128)
+
+    def step(model):
+        y = (x + model.shift).requires_grad_()
+        for layer in model.layers[: -1 if head else None]:
+            y = checkpoint(layer, y, use_reentrant=True)
+        (model.layers[-1](y) if head else y).sum().backward()
+        return model.shift.grad
+
+    with on_disk(managed, "cpu", tmp_path, **TIGHT) as manager:
+        before, _ = kept_layers(manager)
+        sweep(manager, managed, resident, x)
+        assert kept_layers(manager)[0] != before
+        for _ in range(4):
+            assert_same(step(managed), step(resident))
+        assert kept_layers(manager)[0] == before
+
+
+def test_a_model_that_is_not_used_is_asked_for_nothing(tmp_path, monkeypatch):
+    resident, managed = pairs(tmp_path)
+    idle = pairs(tmp_path)[1]
+    x = torch.randn(2, 128)
+    with (
+        on_disk(managed, "cpu", tmp_path, **TIGHT) as manager,
+        on_disk(idle, "cpu", tmp_path, **TIGHT),
+    ):
+        pace = manager.state.pace
+        looks = []
+        look = pace.look
+        monkeypatch.setattr(pace, "look", lambda idle: (looks.append(1), look(idle)))
+        for _ in range(20):
+            sweep(manager, managed, resident, x)
+        assert len(looks) <= pace.uses / 20
+
+
+def test_what_memory_kept_goes_at_detach(tmp_path):
+    resident, managed = pairs(tmp_path)
+    gc.collect()
+    before = _core.live()
+    with on_disk(managed, "cpu", tmp_path, **TIGHT) as manager:
+        sweep(manager, managed, resident, torch.randn(2, 128))
+        assert _core.live()["buffers"] > before["buffers"]
+    attachment = manager.attachment
+    del managed
+    gc.collect()
+    assert _core.live()["buffers"] == before["buffers"], attachment
 
 
 # ---- files on other machines ----

@@ -115,7 +115,7 @@ def test_memory_changes_when_what_has_sampled_is_trained(device, tmp_path):
     resident, path = saved(tmp_path)
     managed = coded_tower().eval()
     with compressed(managed, device, path) as manager:
-        in_memory = manager.attachment.in_memory
+        in_memory = manager.attachment._in_memory
         for samples in (True, False):
             for _ in range(4):
                 x = torch.randn(3, WIDTH, dtype=torch.bfloat16).to(device)
