@@ -634,6 +634,8 @@ def fed() -> None:
         forward()
         forward(manager.refresh)
         forward()
+        forward(lambda: model[10](given))  # which was not foreseen
+        forward()
         forward(lambda: engine.reserve_rings(2 * ring))
         forward(lambda: engine.reserve_rings(ring))
         forward(resize)
