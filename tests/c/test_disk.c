@@ -751,6 +751,7 @@ static void what_cannot_be_kept(void) {
                                       {oo_host_address(w.host), 1, 0}};
     CHECK(oo_engine_keep_in(w.engine, other, rows, 2) == OO_E_ARGUMENT, "one of two");
     CHECK(w.host->disk->n_kept == 0, "%zu are kept", w.host->disk->n_kept);
+    need(keep(&w, w.host, 0, BEFORE - 1, other, 0), "what is free");
     need(step(&w), "step");
     need(world_remove(&w), "remove");
     need(oo_engine_unlock(w.engine, w.host), "unlock"); /* then nothing is kept any more */
