@@ -146,6 +146,7 @@ def run(args: argparse.Namespace) -> Exit:
                 put(sys.stdout, to_text(rows))
             if args.device == "cpu" and not args.json:
                 put(sys.stdout, "The device is simulated: seconds are those of this processor.\n")
+            sys.stdout.flush()
     except FileError as problem:
         print(problem, file=sys.stderr)
         return Exit.ERROR

@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> Exit:
             said = f"removed {format_size(removed)}\n"
         with naming("write", "standard output"):
             put(sys.stdout, said + listing())
+            sys.stdout.flush()
     except (FileError, OSError, ValueError) as problem:
         print(f"cache: {problem}", file=sys.stderr)
         return Exit.ERROR

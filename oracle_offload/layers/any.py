@@ -17,6 +17,7 @@ import collections
 import functools
 import operator
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import starmap
@@ -513,7 +514,7 @@ class _Through(NamedTuple):
     version: int
 
 
-class ChainedHooks:
+class ChainedHooks(ABC):
     """A pair of saved-tensor hooks that knows the pair outside: torch calls the innermost alone.
 
     Made where the pair outside is the innermost still.
@@ -524,13 +525,13 @@ class ChainedHooks:
             self._hooks_found() if _top_hooks is None else _top_hooks(True)
         )
 
+    @abstractmethod
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd keeps for `tensor`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unpack(self, kept: Any) -> Tensor:
         """Return what was packed."""
-        raise NotImplementedError
 
     def _hooks_found(self) -> tuple[Any, Any] | None:
         """Return what packs and unpacks by the pair outside, if any, where torch does not name it.

@@ -917,7 +917,7 @@ def _point_anew(state: _State, master: Tensor, value: Tensor) -> Handle:
             master.data = cast("Tensor", host)
     layer.data_writes += 1
     (place,) = state.value.places
-    if not (layer.masters.are(layer.parameters) or layer.adopt()):
+    if not layer.adopt():
         raise OffloadError(
             f"the weight '{state.name()}' of a managed layer cannot be a tensor like that "
             f"({value.dtype}, {tuple(value.shape)}, on {value.device}); give it another outside "

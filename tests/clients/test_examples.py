@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shlex
@@ -439,6 +440,15 @@ def test_where_nothing_or_resident_alone_could_be_trained_it_is_an_error(
     assert [row["failed"] for row in document["rows"]] == ["it ended with -9"] * len(bench.CELLS)
     assert cli.main(["bench", "--matrix", str(tmp_path / "no.py")]) == cli.Exit.USAGE
     assert capsys.readouterr().err.endswith("there is no such script\n")
+    if Path("/dev/full").exists():
+        full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+        monkeypatch.setattr(sys, "stdout", full)
+        assert matrix(tmp_path) == cli.Exit.ERROR
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+        why = "cannot write standard output: No space left on device (ENOSPC, errno 28)\n"
+        assert capsys.readouterr().err.endswith(why)
 
 
 def test_the_table_and_what_it_says_of_rows():

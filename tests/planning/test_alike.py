@@ -137,6 +137,19 @@ class Back(Tower):
         return super().forward(super().forward(x))
 
 
+class WithOneBetween(Tower):
+    """Asks for one layer of its own before each block."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.between = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(self.between(x))
+        return x
+
+
 class ByNumber(Tower):
     """Asks for each block by its number, of which it knows how many there are."""
 
@@ -154,6 +167,7 @@ TOWERS = {
     "alike": (lambda: Tower(*(Block(n) for n in range(9))), [1]),
     "others before": (lambda: Tower(Block(0, 2), Block(1, 1), *map(Block, range(2, 10))), [1]),
     "others behind": (lambda: Tower(*map(Block, range(8)), Block(8, 2)), [1]),
+    "one between": (lambda: WithOneBetween(*map(Block, range(8))), [1]),
     "too few": (lambda: Tower(*map(Block, range(6))), [0]),
     "no two alike": (lambda: Tower(*(Block(0, n) for n in range(6))), [0]),
     "other inside": (lambda: Tower(*(Wide(n) for n in range(8))), [1, 0]),

@@ -536,6 +536,16 @@ def test_a_buffer_that_is_given_back_twice_serves_one():
         assert pool.take(256) is buffer is not pool.take(256)
 
 
+def test_a_buffer_serves_what_takes_half_of_it_and_nothing_smaller():
+    model = nn.Tanh()  # the offload ends with it
+    with offload_activations(model, 256, device="cpu") as offload:
+        pool = offload._pool
+        buffer = pool.take(8192)
+        pool.give(buffer)
+        assert pool.take(4095) is not buffer
+        assert pool.take(4096) is buffer
+
+
 def test_a_graph_that_is_thrown_away_gives_its_memory_back(device):
     model = Model().to(device)
     with offload_activations(model, LEAST) as offload:

@@ -297,7 +297,8 @@ def test_what_something_holds_moves_where_it_can(trained, caplog):
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        model = nn.ModuleList([nn.LayerNorm(4), nn.LayerNorm(4), nn.BatchNorm1d(4)])
+        norms = nn.LayerNorm(4, bias=False), nn.LayerNorm(4), nn.BatchNorm1d(4)
+        model = nn.ModuleList(norms)
         model.requires_grad_(False)
         model[1].weight = model[0].weight
         model[0].weight.requires_grad_(trained)

@@ -317,6 +317,15 @@ def test_what_is_not_managed_is_torchs_own(device, monkeypatch):
     assert not given
 
 
+def test_a_sum_of_norms_that_something_else_has_put_there_is_asked(monkeypatch):
+    """It has no variables of functions around, as that of torch does."""
+    monkeypatch.setattr(clip_grad, "_get_total_norm", lambda *_, **__: torch.tensor(8.0))
+    managed, _ = pair("cpu")
+    with attached(managed, "cpu"):
+        backward(managed, 0, "cpu")
+        assert nn.utils.clip_grad_norm_(managed.parameters(), 1.0) == 8
+
+
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuEventRecord", "cuEventSynchronize"])
 def test_a_fault_of_the_driver_is_told_and_the_next_call_is_right(sim, call):
     models = managed, _ = pair("cpu")

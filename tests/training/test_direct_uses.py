@@ -149,6 +149,20 @@ def test_what_a_frozen_weight_is_read_for_streams(device, read, mode):
     assert_streams(Parts(read), device, mode)
 
 
+def test_pieces_that_share_memory_outlive_what_is_in_the_arena(device):
+    """Of such an operator torch does not say that it makes views."""
+
+    def in_halves(parts, x):
+        halves = torch.unsafe_chunk(parts.inner[0].weight, 2)
+        return parts.other(parts.inner(x.repeat(1, 4))) @ torch.cat(halves)
+
+    torch.manual_seed(0)
+    model = Parts(in_halves, lambda *_: nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)))
+    managed, resident = resident_pair(model.requires_grad_(False))
+    with attached(managed, device, offload_percent=1.0):
+        assert_models_agree(managed, resident, step_of(device), device=device)
+
+
 @pytest.mark.parametrize("mode", ["plain", "reentrant", "not-reentrant"])
 @pytest.mark.parametrize(
     "read", [norm, linear, transposed, at_once], ids=lambda read: read.__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import test_disk
@@ -95,6 +96,18 @@ def test_the_next_attach_reads_headers_alone(device, tmp_path, cache, monkeypatc
             made = content(cache)
             monkeypatch.setattr(coded_files, "_make", lambda *_: pytest.fail("coded again"))
     assert content(cache) == made and len(made) == 1
+
+
+def test_what_was_written_this_moment_is_coded_a_moment_later(tmp_path, monkeypatch):
+    """Else another write in the same tick of the clock would leave the file's time as it is."""
+    _, path = saved(tmp_path)
+    written, slept = max(path.stat().st_mtime_ns, path.stat().st_ctime_ns), []
+    clock = SimpleNamespace(
+        time_ns=lambda: written + len(slept) * coded_files._TICK_NS, sleep=slept.append
+    )
+    monkeypatch.setattr(coded_files, "time", clock)
+    with compressed(coded_tower(), "cpu", path):
+        assert len(slept) == 1
 
 
 def test_sampling_locks_what_memory_keeps(device, tmp_path):

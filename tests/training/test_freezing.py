@@ -23,6 +23,7 @@ def test_layers_frozen_after_attach_stay_on_the_device_over_an_optimizer_step():
             moved.append(manager.state.engine.stats()["h2d_bytes"] - before)
         assert moved[-1] == nbytes, f"only the trained layer travels again, not {moved}"
 
+        place = model[0].weight.data_ptr()
         model[5].requires_grad_(False)
         model[0].requires_grad_(True)
         optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
@@ -33,3 +34,4 @@ def test_layers_frozen_after_attach_stay_on_the_device_over_an_optimizer_step():
             optimizer.zero_grad()
             moved.append(manager.state.engine.stats()["h2d_bytes"] - before)
         assert moved[-1] == nbytes, f"another layer trains now: {moved}"
+        assert model[0].weight.data_ptr() == place, "it is in memory of its own already"

@@ -763,6 +763,31 @@ def wide():
     return nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(16)))
 
 
+def test_some_batches_wait_for_their_states_while_further_gradients_come(
+    device, monkeypatch, small_batches
+):
+    if small_batches == "together":
+        pytest.skip("in units of their own")
+    monkeypatch.setattr(stepping, "BATCH_BYTES", 2 * 4 * 128**2)  # a weight with its gradient
+    monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
+    managed = wide()
+    with attached(managed, device, offload_percent=0.0) as manager:
+        optimizer = streamed(torch.optim.SGD(managed.parameters(), lr=0.1))
+        for _ in range(2):
+            home = []
+            before = manager.state.engine.stats()["d2h_bytes"]
+            x = torch.ones(4, 128).to(device).requires_grad_()
+            for layer in managed:
+                x.register_hook(
+                    lambda _, home=home: home.append(manager.state.engine.stats()["d2h_bytes"])
+                )
+                x = layer(x)
+            x.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert home.count(before) == stepping.WAITING + 2
+
+
 def test_a_copy_that_waits_to_be_stepped_may_be_used_again(device, monkeypatch, small_batches):
     """By a hook, without grad, before its batch is full, or once it is home."""
     if small_batches == "together":

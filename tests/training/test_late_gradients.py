@@ -448,6 +448,20 @@ def test_a_trip_whose_end_fails_is_told_of_and_ended_by_the_next_backward():
     assert kept
 
 
+def test_a_wait_that_fails_ends_all_trips_of_its_backward():
+    """Else each such backward would leave records, and let go of memory that copies still read."""
+    managed, _ = pair("cpu")
+    with attached(managed, "cpu"):
+        backward(managed, 0, "cpu")
+        made = simulator.call_count("cuEventCreate")
+        managed.zero_grad()
+        with simulator.fault("cuEventSynchronize", 1), pytest.raises(DriverError):
+            backward(managed, 0, "cpu")
+        managed.zero_grad()
+        backward(managed, 0, "cpu")
+        assert simulator.call_count("cuEventCreate") == made > 0
+
+
 @pytest.mark.parametrize("writes", ["between", "steps"])
 def test_rows_that_code_writes_by_hand_are_seen_by_the_next_forward(device, writes):
     """Samples miss a few rows, and an optimizer that has stepped before promises nothing."""

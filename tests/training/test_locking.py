@@ -467,12 +467,12 @@ def test_what_is_unlocked_for_the_wall_and_cannot_be_locked_again_is_known_still
 
 @pytest.mark.parametrize("missing", [0, mmap.PAGESIZE])
 def test_a_twentieth_of_what_may_be_locked_is_room_enough(state, monkeypatch, caplog, missing):
-    monkeypatch.setattr(locking, "WORTH_PROBING_BYTES", 1)
     budget = locking.LockBudget(state, "it", float("inf"))
     pieces = [piece_of(19), piece_of(19)]
     for number, piece in enumerate(pieces):
         budget.lock(piece, pieces[:number])
     locked = locked_bytes(state)
+    monkeypatch.setattr(locking, "WORTH_PROBING_BYTES", locked)
     room = locking.whole_pages(locked // 19) - missing
     with simulator.lock_quota(locked + room), caplog.at_level(logging.WARNING):
         budget.leave_headroom(pieces)

@@ -436,6 +436,27 @@ def test_what_is_held_in_containers_classes_and_closures_is_each_micro_batchs(de
     is_as_the_loop(*pair(run), device, step, own=[])
 
 
+def test_a_variable_of_a_function_around_may_be_missing_before_and_after(device):
+    scale = 1.0
+    del scale
+
+    class Scaled(Net):
+        def forward(self, x):
+            return super().forward(x) * scale
+
+    def step(model, x):
+        nonlocal scale
+        scale = number_of(x)
+        loss = loss_of(model, x)
+        del scale
+        return loss
+
+    models = pair()
+    for model in models:
+        model.__class__ = Scaled
+    is_as_the_loop(*models, device, step, own=[])
+
+
 def test_what_is_held_there_for_the_next_micro_batch_is_refused_by_name(device):
     model, _ = pair("plain")
     with streamed(model, device):

@@ -1084,6 +1084,23 @@ def test_a_mark_of_the_first_step_is_accepted(device):
         assert_alike((managed, resident), optimizers)
 
 
+class BeginsSlowly(Marks):
+    """Its first step, which is a tenth of others, has been made once the last one is stepped."""
+
+    def one(self, group, p):
+        p.sub_(group["lr"] * (1.0 if self.ready else 0.1) * p.grad)
+        self.ready |= p is self.param_groups[-1]["params"][-1]
+
+
+def test_what_goes_by_a_mark_of_the_first_step_is_refused(device):
+    """Each batch would begin anew."""
+    managed = Net()
+    with attached(managed, device):
+        optimizer = BeginsSlowly(managed.parameters())
+        with pytest.raises(OffloadError, match="BeginsSlowly cannot be streamed: it steps small"):
+            stream_optimizer(optimizer)
+
+
 def test_a_sparse_gradient_is_refused_and_nothing_is_stepped(device):
     if device == "simgpu":
         pytest.skip("torch has no sparse tensors for this type of device")

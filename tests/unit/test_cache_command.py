@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +51,19 @@ def test_it_tells_how_much_there_is(store: Store, capsys: pytest.CaptureFixture[
         "  in all              3.00 MiB in 4 files\n"
     )
     assert len(names(store)) == 4
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_an_output_that_is_full_is_told(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert cli.main(["cache"]) == cli.Exit.ERROR
+    with contextlib.suppress(OSError):
+        full.close()
+    assert capsys.readouterr().err.startswith("cache: cannot write standard output: No space left")
 
 
 def test_clear_removes_what_is_the_caches(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

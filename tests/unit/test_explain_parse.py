@@ -87,6 +87,13 @@ def test_a_size_that_further_digits_touch_is_not_read(
     assert found == facts
 
 
+@pytest.mark.parametrize(("below", "known"), [(1, {"used", "limit"}), (0, {"used"})])
+def test_a_number_of_kilobytes_that_means_no_limit_is_not_read(below: int, known: set[str]) -> None:
+    limit = 2**54 - 2**23 - below  # as of bytes: the last 8 GiB below UINT64_MAX are none
+    report = explain_oom(f"slurmstepd: error: Job 1 exceeded memory limit (12345 > {limit})")
+    assert report.facts.keys() == known
+
+
 # -- never raises, never invents -------------------------------------------------------------------
 
 
