@@ -52,6 +52,14 @@ class OfSquares(Coded):
         return super().forward(x * x)[...]
 
 
+class OfMemory(OfSquares):
+    """It asks for the memory of its weight, as one with kernels of its own does."""
+
+    def forward(self, x):
+        assert self.weight.data_ptr()
+        return super().forward(x)
+
+
 SETTLED: list[torch.dtype] = []
 PLAIN = Format("coded")
 READS = Format("coded, and its input is read", reads_input=True)
@@ -156,10 +164,11 @@ def test_the_input_is_kept_where_backward_asks_for_its_values(name, as_format):
         assert not managed(x.detach()).requires_grad
 
 
-def test_a_result_may_be_written_to(as_format):
+@pytest.mark.parametrize("kind", [OfSquares, OfMemory])
+def test_a_result_may_be_written_to(as_format, kind):
     """torch forbids that for views which custom functions return."""
     as_format(READS)
-    managed, resident = resident_pair(nn.Sequential(OfSquares()))
+    managed, resident = resident_pair(nn.Sequential(kind()))
     x = torch.randn(3, IN, requires_grad=True)
     with attached(managed):
         found = managed(x).mul_(2)

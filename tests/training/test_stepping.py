@@ -1093,7 +1093,7 @@ class BeginsSlowly(Marks):
 
 
 def test_what_goes_by_a_mark_of_the_first_step_is_refused(device):
-    """Each batch would begin anew."""
+    """Each batch would begin again."""
     managed = Net()
     with attached(managed, device):
         optimizer = BeginsSlowly(managed.parameters())
