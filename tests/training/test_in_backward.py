@@ -758,6 +758,37 @@ def test_what_backward_has_used_is_what_is_stepped(device, monkeypatch, percent,
         assert not any(pins for *_, pins in manager.state.engine.residents())
 
 
+def test_no_copy_is_kept_of_a_weight_that_several_layers_have(device, monkeypatch, small_batches):
+    """Each has a copy of its own, and its gradient comes after the last of them was used."""
+    if small_batches == "together":
+        pytest.skip("in units of their own")
+    monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
+    managed = wide()
+    managed[9].weight = managed[3].weight
+    resident = copy.deepcopy(managed).to(device)
+    models = managed, resident
+    with attached(managed, device, offload_percent=0.0) as manager:
+        (unit,) = [layer.unit for layer in manager.layers if layer.name == "9"]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        streamed(optimizers[0])
+        pinned = []
+
+        def look(_):
+            pinned.extend(p for u, *_, p in manager.state.engine.residents() if u == unit)
+
+        for number in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                torch.manual_seed(number)
+                y = model[:7](torch.randn(4, 128).to(device).requires_grad_())
+                if model is managed:
+                    y.register_hook(look)
+                model[7:](y).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_alike(models, optimizers)
+        assert pinned == [0] * 3
+
+
 def wide():
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(16)))
