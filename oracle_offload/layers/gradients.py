@@ -434,7 +434,6 @@ class Gradients:
             or running.layout is not torch.strided
             or running.device.type != "cpu"
             or running.dtype is not master.dtype
-            or running.shape != master.shape
             or running.requires_grad
             or running.is_inference()  # has no version
             or not is_dense(running)
