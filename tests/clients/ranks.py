@@ -987,7 +987,7 @@ def left_segments():
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            has = "memfd:oracle_offload" in Path(f"/proc/{pid}/maps").read_text()
+            has = b"memfd:oracle_offload" in Path(f"/proc/{pid}/maps").read_bytes()
             files = os.scandir(f"/proc/{pid}/fd")
             if has or any("memfd:oracle_offload" in os.readlink(file.path) for file in files):
                 group = os.getpgid(int(pid))

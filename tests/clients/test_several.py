@@ -244,6 +244,25 @@ def test_who_does_not_know_the_word_of_the_store_is_no_rank(monkeypatch):
     peers[1].close()
 
 
+def test_a_rank_that_is_interrupted_while_it_waits_is_heard_of(monkeypatch):
+    """By its kind: a KeyboardInterrupt has no words."""
+    ends = socket.socketpair()
+    first, other = (
+        host_ranks.LocalRanks(host_ranks.Place(rank, 2, rank, 2), {1 - rank: end}, 10)
+        for rank, end in enumerate(ends)
+    )
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(host_ranks, "_receive", interrupted)
+        other.exchange("layout", 1)
+    assert first.exchange("layout", 0) == [0, 1]
+    with pytest.raises(OffloadError, match="rank 1 of this machine failed: KeyboardInterrupt"):
+        first.exchange("files")
+
+
 def test_ranks_share_as_they_do_on_windows_with_sections_taken_from_the_first(two):
     check_one_copy(said(two, "sections:memory"))
     assert said(two, "sections:writes") == ["done", "done"]
