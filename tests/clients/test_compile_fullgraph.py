@@ -756,6 +756,18 @@ def test_code_that_was_compiled_for_an_attached_model_is_refused_after_detach():
         graph(*inputs)
 
 
+def test_what_was_added_since_is_in_the_one_graph_of_its_model():
+    """No part of it is called before torch traces, where nothing can be brought to the device."""
+    managed, resident = pair()
+    x = torch.randn(2, 8)
+    with attached(managed):
+        compiled = torch.compile(managed, backend="eager", fullgraph=True)
+        for model in (managed, resident):
+            torch.manual_seed(0)
+            model.append(nn.Linear(8, 8).requires_grad_(False))
+        assert_same(compiled(x), resident(x))
+
+
 def test_what_else_traces_is_refused_in_a_sentence():
     from torch.fx.experimental.proxy_tensor import make_fx
 

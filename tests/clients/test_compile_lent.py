@@ -451,12 +451,13 @@ def test_fullgraph_says_what_to_do_about_lora_on_stacks():
         assert re.search(r"without fullgraph=True.*ignore_modules=\[", told)
 
 
-@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="it takes the weights along")
+@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="it takes weights along")
 def test_an_export_is_refused_in_a_sentence():
     model, x = nn.Sequential(Mixing()), torch.randn(2, WIDTH)
     expected = model(x)
     with attached(model):
-        with pytest.raises(Exception, match=r"torch\.export cannot trace an attached model.*Detach"):
+        refused = r"torch\.export cannot trace an attached model.*Detach"
+        with pytest.raises(Exception, match=refused):
             torch.export.export(model, (x,), strict=True)
         assert torch.equal(model(x), expected)
 
