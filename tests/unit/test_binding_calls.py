@@ -144,8 +144,8 @@ def test_memory_is_locked_as_far_as_it_is_asked() -> None:
     with pytest.raises(OffloadError, match="locked already"):
         engine.lockable(buffer)
     engine.unlock(buffer)
-    assert locked() == 0 and not buffer.locked
-    assert engine.lock(buffer, 0) is None and not buffer.locked
+    assert locked() == 0 and (buffer.known, buffer.locked) == (False, False)
+    assert engine.lock(buffer, 0) is None and (buffer.known, buffer.locked) == (True, False)
     engine.unlock(buffer)
     life.close_unused()
 
