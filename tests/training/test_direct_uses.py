@@ -163,6 +163,16 @@ def test_pieces_that_share_memory_outlive_what_is_in_the_arena(device):
         assert_models_agree(managed, resident, step_of(device), device=device)
 
 
+def test_a_weight_that_is_taken_to_another_device_is_there(device):
+    def by_host(parts, x):
+        weight = parts.inner.weight.to("cpu")
+        assert weight.is_cpu and parts.inner.weight.to("meta").is_meta
+        return F.linear(parts.other(x), weight.to(x.device))
+
+    torch.manual_seed(0)
+    assert_streams(Parts(by_host), device)
+
+
 @pytest.mark.parametrize("mode", ["plain", "reentrant", "not-reentrant"])
 @pytest.mark.parametrize(
     "read", [norm, linear, transposed, at_once], ids=lambda read: read.__name__
