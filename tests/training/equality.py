@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -111,10 +112,23 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def copied_bytes() -> tuple[int, int]:
-    """Return the bytes that travelled so far: by the simulator's count, and by the engines'."""
+    """Return the bytes that travelled so far: by the simulator's count, and by the engines'.
+
+    Where copy threads may be under way, whose copies each counts at another moment, it looks until
+    both stay as they are.
+    """
+    found = [_counted()]
+    while found[-1][0] and len(found) < 400 and (len(found) < 4 or len({*found[-4:]}) > 1):
+        time.sleep(0.005)
+        found.append(_counted())
+    return found[-1][1:]
+
+
+def _counted() -> tuple[bool, int, int]:
     copied = simulator.stats()
     counts = [state.engine.stats() for state in open_states()]
     return (
+        any(count[name] for count in counts for name in ("pageable_bytes", "unlocked_h2d_bytes")),
         copied.h2d_bytes + copied.d2h_bytes,
         sum(count[name] for count in counts for name in _COPIES),
     )
