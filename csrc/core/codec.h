@@ -55,8 +55,7 @@ struct oo_codec_header {
     uint8_t reserved[22];
 };
 
-/* Bytes in front of what travels of a chunk: only tiers are decoded on the device, by the header.
- */
+/* Bytes in front of what travels of a chunk: only tiers are decoded there, by their header. */
 static inline size_t oo_codec_skipped(const struct oo_codec_header *header) {
     return header->mode == OO_CODEC_TIERS ? 0 : OO_CODEC_HEADER;
 }

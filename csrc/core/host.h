@@ -15,14 +15,13 @@ struct oo_host {
     struct oo_mutex *mutex; /* of the next three; taken after an engine's */
     struct oo_known *known; /* by which engines */
     struct oo_registration *registrations;
-    int locked;           /* how many they are */
-    int node;             /* that its pages shall be on; -1: on any */
-    const char *sys;      /* OO_SYS, but for tests */
-    struct oo_disk *disk; /* the file that its pages show; NULL: they are memory alone */
-    int kept;             /* the driver may never release pages of it: they are never freed */
-    _Atomic size_t
-        arrived; /* bytes of files that were read and are kept in it: oo_engine_keep_in */
-    int keeps;   /* some is to be */
+    int locked;             /* how many they are */
+    int node;               /* that its pages shall be on; -1: on any */
+    const char *sys;        /* OO_SYS, but for tests */
+    struct oo_disk *disk;   /* the file that its pages show; NULL: they are memory alone */
+    int kept;               /* the driver may never release pages of it: they are never freed */
+    _Atomic size_t arrived; /* bytes of files that were read and are kept in it */
+    int keeps;              /* some is to be: oo_engine_keep_in */
     /* Of filling: see oo__stretch_begin. Index 0 are small pages, 1 huge ones. */
     struct {
         size_t bytes;

@@ -63,7 +63,7 @@ class CodedPlace:
     kind: int
 
 
-# Of which file something is to be kept, where it begins there, and its bytes.
+# As `masters.Row`, of a file that may be gone.
 _Row = tuple["weakref.ref[masters.FilePiece]", int, int]
 # Returns, by `id`, which of tensors in these places have coded weights in files, and where.
 Code = Callable[[Sequence[Unit], dict[int, Place]], dict[int, CodedPlace]]

@@ -695,9 +695,11 @@ def test_budgets_that_make_no_sense():
 
 
 class Chain(nn.Module):
-    def __init__(self, depth):
+    """Layers of one size or several, in turn, and a parameter that may train."""
+
+    def __init__(self, depth, sizes=((128, 128),)):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(depth))
+        self.layers = nn.ModuleList(nn.Linear(*s, bias=False) for _ in range(depth) for s in sizes)
         self.shift = nn.Parameter(torch.zeros(128))
         for layer in self.layers:
             layer.requires_grad_(False)
@@ -779,25 +781,7 @@ def test_sampling_reads_no_more_than_the_least(tmp_path, memory, arena):
         assert sum(train_step(manager, managed, resident, x) for _ in range(2)) <= 4.08 * least
 
 
-class Pairs(nn.Module):
-    """Layers of two sizes, and a parameter that may train."""
-
-    def __init__(self, depth):
-        super().__init__()
-        self.layers = nn.ModuleList()
-        for _ in range(depth):
-            self.layers.append(nn.Linear(128, 512, bias=False))
-            self.layers.append(nn.Linear(512, 128, bias=False))
-            self.layers.append(nn.Linear(128, 128, bias=False))
-        self.shift = nn.Parameter(torch.zeros(128))
-        for layer in self.layers:
-            layer.requires_grad_(False)
-
-    def forward(self, x):
-        x = x + self.shift
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+MIXED = ((128, 512), (512, 128), (128, 128))
 
 
 def kept_layers(manager):
@@ -815,13 +799,22 @@ def kept_layers(manager):
     )
 
 
+def mixed(tmp_path, depth=6, shards=False):
+    """Return a model, and another in evaluation mode without the values, which are in files."""
+    torch.manual_seed(0)
+    resident = Chain(depth, MIXED)
+    least = {"shard_bytes": 8 * 128 * 512} if shards else {}
+    oracle_offload.save_weights(resident, tmp_path, **least)
+    with oracle_offload.empty_weights():
+        return resident, Chain(depth, MIXED).eval()
+
+
+TIGHT = {"ram_budget": "2MiB", "vram_budget": "1MiB"}
+
+
 def test_memory_has_the_largest_while_a_model_samples_alone(device, tmp_path):
     depth = 12
-    torch.manual_seed(0)
-    resident = Pairs(depth)
-    save_file(resident.state_dict(), tmp_path / "model.safetensors")
-    with oracle_offload.empty_weights():
-        managed = Pairs(depth)
+    resident, managed = mixed(tmp_path, depth)
     resident.to(device)
     room = 14 * 128 * 512 * 4 + 4096
     with on_disk(managed, device, tmp_path, ram_budget=room, vram_budget="1MiB") as manager:
@@ -829,7 +822,6 @@ def test_memory_has_the_largest_while_a_model_samples_alone(device, tmp_path):
         before, _ = kept_layers(manager)
         large = [n for n in range(3 * depth) if n % 3 < 2]
         assert before and not set(before) <= set(large)
-        managed.eval()
         for nth in range(8):
             sweep(manager, managed, resident, x)
             sampled, locked = kept_layers(manager)
@@ -852,16 +844,12 @@ def test_memory_has_the_largest_while_a_model_samples_alone(device, tmp_path):
 
 def test_what_is_in_use_stays_right_when_memory_changes(device, tmp_path):
     """A graph awaits its backward, and another model is on the device."""
-    torch.manual_seed(0)
-    resident = Pairs(6)
-    save_file(resident.state_dict(), tmp_path / "model.safetensors")
-    with oracle_offload.empty_weights():
-        managed, other = Pairs(6), Pairs(6)
+    resident, managed = mixed(tmp_path)
+    other = mixed(tmp_path)[1]
     resident.to(device)
-    sizes = {"ram_budget": "2MiB", "vram_budget": "1MiB"}
     with (
-        on_disk(managed.eval(), device, tmp_path, **sizes) as manager,
-        on_disk(other.eval(), device, tmp_path, **sizes) as other_manager,
+        on_disk(managed, device, tmp_path, **TIGHT) as manager,
+        on_disk(other, device, tmp_path, **TIGHT) as other_manager,
     ):
         x = torch.randn(2, 128, device=device)
         for _ in range(3):  # the second of them is looked at later
@@ -879,23 +867,10 @@ def test_what_is_in_use_stays_right_when_memory_changes(device, tmp_path):
         sweep(other_manager, other, resident, x)
 
 
-def pairs(tmp_path, depth=6, shards=False):
-    """Return a model, and another in evaluation mode without the values, which are in files."""
-    torch.manual_seed(0)
-    resident = Pairs(depth)
-    least = {"shard_bytes": 8 * 128 * 512} if shards else {}
-    oracle_offload.save_weights(resident, tmp_path, **least)
-    with oracle_offload.empty_weights():
-        return resident, Pairs(depth).eval()
-
-
-TIGHT = {"ram_budget": "2MiB", "vram_budget": "1MiB"}
-
-
 @pytest.mark.parametrize("at", ["__init__", "add_room", "empty_rooms"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_what_breaks_off_a_change_of_memory(tmp_path, monkeypatch, at, error, caplog):
-    resident, managed = pairs(tmp_path)
+    resident, managed = mixed(tmp_path)
     x = torch.randn(2, 128)
     with on_disk(managed, "cpu", tmp_path, **TIGHT) as manager:
         before, _ = kept_layers(manager)
@@ -927,7 +902,7 @@ def test_what_breaks_off_a_change_of_memory(tmp_path, monkeypatch, at, error, ca
 @pytest.mark.parametrize("shards", [False, True], ids=["file", "shards"])
 @pytest.mark.parametrize("samples", [False, True], ids=["before", "after"])
 def test_files_that_are_needed_no_more_are_kept_nowhere(tmp_path, shards, samples):
-    resident, managed = pairs(tmp_path, shards=shards)
+    resident, managed = mixed(tmp_path, shards=shards)
     x = torch.randn(2, 128)
     with on_disk(managed, "cpu", tmp_path, **TIGHT) as manager:
         if samples:
@@ -945,7 +920,7 @@ def test_files_that_are_needed_no_more_are_kept_nowhere(tmp_path, shards, sample
 
 @pytest.mark.parametrize("head", [False, True], ids=["all", "but_one"])
 def test_reentrant_checkpoints_are_training(tmp_path, head):
-    resident, managed = pairs(tmp_path)
+    resident, managed = mixed(tmp_path)
     x = torch.randn(2, 128)
 
     def step(model):
@@ -965,8 +940,8 @@ def test_reentrant_checkpoints_are_training(tmp_path, head):
 
 
 def test_a_model_that_is_not_used_is_asked_for_nothing(tmp_path, monkeypatch):
-    resident, managed = pairs(tmp_path)
-    idle = pairs(tmp_path)[1]
+    resident, managed = mixed(tmp_path)
+    idle = mixed(tmp_path)[1]
     x = torch.randn(2, 128)
     with (
         on_disk(managed, "cpu", tmp_path, **TIGHT) as manager,
@@ -982,7 +957,7 @@ def test_a_model_that_is_not_used_is_asked_for_nothing(tmp_path, monkeypatch):
 
 
 def test_what_memory_kept_goes_at_detach(tmp_path):
-    resident, managed = pairs(tmp_path)
+    resident, managed = mixed(tmp_path)
     gc.collect()
     before = _core.live()
     with on_disk(managed, "cpu", tmp_path, **TIGHT) as manager:
