@@ -70,7 +70,7 @@ def threaded(paths: Sequence[Path]) -> list[Path]:
 
 
 def cases(path: Path) -> list[str]:
-    """Return the cases of a program, in the order of its table (tests/c/check.h)."""
+    """Return the cases of a program, in the order of its source (tests/c/check.h)."""
     return re.findall(r"(?<!define )\bCASE\((\w+)[,)]", path.read_text(encoding="utf-8"))
 
 

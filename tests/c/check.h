@@ -1,6 +1,7 @@
-/* check.h - the whole test framework of the C tests: a program is a table of cases.
+/* check.h - the whole test framework of the C tests: a program is its cases, and CHECK_MAIN behind
+ * them.
  *
- *     PROGRAM           runs all cases, in the order of the table
+ *     PROGRAM           runs all cases, in the order of the source
  *     PROGRAM CASE...   runs these
  *     PROGRAM --list    prints their names
  *
@@ -45,10 +46,27 @@ static inline void check_say_schedule(void) {
 struct check_case {
     const char *name;
     void (*run)(void);
+    int line;
+    struct check_case *next;
 };
+static struct check_case *check_cases;
 
-/* A case goes by the name of its function; tools/c_programs.py reads the names from the source. */
-#define CASE(function)    {#function, function}
+static inline void check_add(struct check_case *added) {
+    struct check_case **at = &check_cases;
+    while (*at && (*at)->line < added->line)
+        at = &(*at)->next;
+    added->next = *at;
+    *at = added;
+}
+
+/* Begins the function of a case, which is added to the program's before main. tools/c_programs.py
+ * reads the names from the source. */
+#define CASE(name)                                                                                 \
+    static void name(void);                                                                        \
+    static struct check_case case_of_##name = {#name, name, __LINE__, NULL};                       \
+    __attribute__((constructor)) static void add_##name(void) { check_add(&case_of_##name); }      \
+    static void name(void)
+
 #define CHECK_COUNT(rows) (sizeof(rows) / sizeof(rows)[0])
 
 static inline int check_wanted(const char *name, int argc, char **argv) {
@@ -61,34 +79,36 @@ static inline int check_wanted(const char *name, int argc, char **argv) {
 
 /* The whole of a C test's main, and its value; `prepare` (may be NULL) runs before the first
  * case. */
-static inline int check_main(int argc, char **argv, const struct check_case *cases, size_t n_cases,
-                             void (*prepare)(void)) {
+static inline int check_main(int argc, char **argv, void (*prepare)(void)) {
     if (argc == 2 && strcmp(argv[1], "--list") == 0) {
-        for (size_t i = 0; i < n_cases; i++)
-            puts(cases[i].name);
+        for (const struct check_case *c = check_cases; c; c = c->next)
+            puts(c->name);
         return 0;
     }
     for (int i = 1; i < argc; i++) {
-        size_t at = 0;
-        while (at < n_cases && strcmp(cases[at].name, argv[i]) != 0)
-            at++;
-        if (at == n_cases) {
+        const struct check_case *c = check_cases;
+        while (c && strcmp(c->name, argv[i]) != 0)
+            c = c->next;
+        if (!c) {
             fprintf(stderr, "%s has no case %s\n", argv[0], argv[i]);
             return 2;
         }
     }
     if (prepare)
         prepare();
-    for (size_t i = 0; i < n_cases; i++) {
-        if (!check_wanted(cases[i].name, argc, argv))
+    for (const struct check_case *c = check_cases; c; c = c->next) {
+        if (!check_wanted(c->name, argc, argv))
             continue;
         const unsigned long before = check_failed;
-        cases[i].run();
-        printf("%s: %s\n", cases[i].name, check_failed == before ? "ok" : "FAILED");
+        c->run();
+        printf("%s: %s\n", c->name, check_failed == before ? "ok" : "FAILED");
         fflush(stdout);
     }
     printf("%lu passed, %lu failed\n", check_passed, check_failed);
     return check_failed ? 1 : 0;
 }
+
+#define CHECK_MAIN(prepare)                                                                        \
+    int main(int argc, char **argv) { return check_main(argc, argv, prepare); }
 
 #endif

@@ -116,6 +116,38 @@ static void expect(OOCUresult expected, OOCUresult result, const char *call, int
         }                                                                                          \
     } while (0)
 
+/* ---- a case ---- */
+
+enum how {
+    PLAIN = 0,
+    SET_UP = 1, /* between set_up and tear_down */
+    ALONE = 2,  /* in a process of its own */
+    DEADLY = 4  /* no tear_down: the context is gone */
+};
+
+struct conformance_case {
+    const char *name;
+    void (*run)(void);
+    int how, line;
+    struct conformance_case *next;
+};
+static struct conformance_case *cases; /* in the order of this file */
+
+static void add_case(struct conformance_case *added) {
+    struct conformance_case **at = &cases;
+    while (*at && (*at)->line < added->line)
+        at = &(*at)->next;
+    added->next = *at;
+    *at = added;
+}
+
+/* Begins the function of a case, which is added to the others before main. */
+#define CASE(name, how)                                                                            \
+    static void name(void);                                                                        \
+    static struct conformance_case case_of_##name = {#name, name, how, __LINE__, NULL};            \
+    __attribute__((constructor)) static void add_##name(void) { add_case(&case_of_##name); }       \
+    static void name(void)
+
 /* ---- what most cases need ---- */
 
 enum { PAGE = 1 << 16, WORDS = PAGE / 4 };
@@ -212,13 +244,13 @@ static void put(uint32_t value, OOCUstream stream) {
 
 /* ---- before and around cuInit (each in a process of its own) ---- */
 
-static void before_init_the_version_is_known(void) {
+CASE(before_init_the_version_is_known, ALONE) {
     int version = 0;
     OK(cu.cuDriverGetVersion(&version));
     TRUE(version >= 12000);
 }
 
-static void before_init_errors_have_names(void) {
+CASE(before_init_errors_have_names, ALONE) {
     const char *name = NULL, *text = NULL;
     OK(cu.cuGetErrorName(OOCU_ERROR_OUT_OF_MEMORY, &name));
     OK(cu.cuGetErrorString(OOCU_ERROR_OUT_OF_MEMORY, &text));
@@ -226,41 +258,41 @@ static void before_init_errors_have_names(void) {
     TRUE(text && !strcmp(text, "out of memory"));
 }
 
-static void before_init_symbols_are_found(void) {
+CASE(before_init_symbols_are_found, ALONE) {
     void *function = NULL;
     int status;
     OK(cu.get("cuInit", &function, 2000, 0, &status));
     TRUE(function != NULL);
 }
 
-static void before_init_devices_are_refused(void) {
+CASE(before_init_devices_are_refused, ALONE) {
     int count;
     OOCUdevice first;
     IS(OOCU_ERROR_NOT_INITIALIZED, cu.cuDeviceGetCount(&count));
     IS(OOCU_ERROR_NOT_INITIALIZED, cu.cuDeviceGet(&first, 0));
 }
 
-static void before_init_contexts_are_refused(void) {
+CASE(before_init_contexts_are_refused, ALONE) {
     OOCUcontext current;
     IS(OOCU_ERROR_NOT_INITIALIZED, cu.cuCtxGetCurrent(&current));
     IS(OOCU_ERROR_NOT_INITIALIZED, cu.cuDevicePrimaryCtxRetain(&current, 0));
 }
 
-static void before_init_memory_is_refused(void) {
+CASE(before_init_memory_is_refused, ALONE) {
     OOCUdeviceptr ptr;
     IS(OOCU_ERROR_NOT_INITIALIZED, cu.cuMemAlloc(&ptr, 4));
 }
 
-static void init_takes_no_flags(void) { IS(OOCU_ERROR_INVALID_VALUE, cu.cuInit(1)); }
+CASE(init_takes_no_flags, ALONE) { IS(OOCU_ERROR_INVALID_VALUE, cu.cuInit(1)); }
 
-static void init_twice_is_fine(void) {
+CASE(init_twice_is_fine, ALONE) {
     OK(cu.cuInit(0));
     OK(cu.cuInit(0));
 }
 
 /* ---- symbols and errors ---- */
 
-static void an_unknown_symbol_is_success_and_null(void) {
+CASE(an_unknown_symbol_is_success_and_null, PLAIN) {
     void *function = &function;
     int status = 0;
     OK(cu.get("cuThisCallDoesNotExist", &function, 12000, 0, &status));
@@ -268,7 +300,7 @@ static void an_unknown_symbol_is_success_and_null(void) {
     TRUE(status == 1);
 }
 
-static void a_symbol_newer_than_asked_for_is_null(void) {
+CASE(a_symbol_newer_than_asked_for_is_null, PLAIN) {
     void *function = &function;
     int status = 0;
     OK(cu.get("cuLaunchHostFunc", &function, 9000, 0, &status));
@@ -277,13 +309,13 @@ static void a_symbol_newer_than_asked_for_is_null(void) {
 }
 
 /* 0 from drivers 535 and 550, 1 (an invalid value) from 580. */
-static void a_version_far_above_the_drivers(void) {
+CASE(a_version_far_above_the_drivers, PLAIN) {
     void *function = NULL;
     int status;
     say("observed %d", cu.get("cuMemGetInfo", &function, 99000, 0, &status));
 }
 
-static void errors_have_the_documented_names(void) {
+CASE(errors_have_the_documented_names, PLAIN) {
     static const struct {
         OOCUresult value;
         const char *name;
@@ -322,7 +354,7 @@ static void errors_have_the_documented_names(void) {
     }
 }
 
-static void an_unknown_error_has_no_name(void) {
+CASE(an_unknown_error_has_no_name, PLAIN) {
     const char *name = "";
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuGetErrorName(123456, &name));
     TRUE(name == NULL);
@@ -330,7 +362,7 @@ static void an_unknown_error_has_no_name(void) {
 
 /* ---- devices ---- */
 
-static void there_is_a_device(void) {
+CASE(there_is_a_device, PLAIN) {
     int count = 0;
     OOCUdevice first = -1;
     OK(cu.cuInit(0));
@@ -340,7 +372,7 @@ static void there_is_a_device(void) {
     TRUE(first == 0);
 }
 
-static void ordinals_out_of_range_are_refused(void) {
+CASE(ordinals_out_of_range_are_refused, PLAIN) {
     OOCUdevice none;
     int count = 0;
     OK(cu.cuInit(0));
@@ -349,7 +381,7 @@ static void ordinals_out_of_range_are_refused(void) {
     IS(OOCU_ERROR_INVALID_DEVICE, cu.cuDeviceGet(&none, -1));
 }
 
-static void a_device_has_name_and_bus_id(void) {
+CASE(a_device_has_name_and_bus_id, PLAIN) {
     char name[128] = "", id[32] = "";
     OK(cu.cuInit(0));
     OK(cu.cuDeviceGetName(name, sizeof name, 0));
@@ -358,7 +390,7 @@ static void a_device_has_name_and_bus_id(void) {
     TRUE(strlen(id) == 12 && id[4] == ':' && id[7] == ':' && id[10] == '.');
 }
 
-static void a_device_has_attributes(void) {
+CASE(a_device_has_attributes, PLAIN) {
     int engines = 0, major = 0;
     OK(cu.cuInit(0));
     OK(cu.cuDeviceGetAttribute(&engines, OOCU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT, 0));
@@ -374,7 +406,7 @@ static void a_device_has_attributes(void) {
 
 /* ---- contexts ---- */
 
-static void without_a_context_calls_are_refused(void) {
+CASE(without_a_context_calls_are_refused, ALONE) {
     OOCUdeviceptr ptr;
     OOCUevent event;
     OOCUstream stream;
@@ -388,7 +420,7 @@ static void without_a_context_calls_are_refused(void) {
     IS(OOCU_ERROR_INVALID_CONTEXT, cu.cuMemGetInfo(&free_bytes, &total));
 }
 
-static void at_first_no_context_is_current(void) {
+CASE(at_first_no_context_is_current, ALONE) {
     OOCUcontext current = (OOCUcontext)&current;
     OK(cu.cuInit(0));
     OK(cu.cuCtxGetCurrent(&current));
@@ -396,7 +428,7 @@ static void at_first_no_context_is_current(void) {
     IS(OOCU_ERROR_INVALID_CONTEXT, cu.cuCtxPopCurrent(&current));
 }
 
-static void a_retained_context_is_not_current(void) {
+CASE(a_retained_context_is_not_current, ALONE) {
     OOCUcontext current = NULL;
     OK(cu.cuInit(0));
     OK(cu.cuDevicePrimaryCtxRetain(&context, 0));
@@ -405,7 +437,7 @@ static void a_retained_context_is_not_current(void) {
     OK(cu.cuDevicePrimaryCtxRelease(0));
 }
 
-static void the_primary_context_is_one(void) {
+CASE(the_primary_context_is_one, PLAIN) {
     OOCUcontext again = NULL;
     use_context();
     OK(cu.cuDevicePrimaryCtxRetain(&again, 0));
@@ -417,7 +449,7 @@ static void the_primary_context_is_one(void) {
     drop_context();
 }
 
-static void contexts_are_a_stack(void) {
+CASE(contexts_are_a_stack, PLAIN) {
     OOCUcontext current = NULL;
     use_context();
     OK(cu.cuCtxPushCurrent(context));
@@ -430,7 +462,7 @@ static void contexts_are_a_stack(void) {
     TRUE(current == NULL);
 }
 
-static void after_the_last_release_work_is_refused(void) {
+CASE(after_the_last_release_work_is_refused, ALONE) {
     OOCUdeviceptr ptr;
     use_context();
     OK(cu.cuMemAlloc(&ptr, 4));
@@ -438,20 +470,20 @@ static void after_the_last_release_work_is_refused(void) {
     IS(OOCU_ERROR_CONTEXT_IS_DESTROYED, cu.cuMemAlloc(&ptr, 4));
 }
 
-static void releasing_what_is_not_retained(void) {
+CASE(releasing_what_is_not_retained, ALONE) {
     OK(cu.cuInit(0));
     say("observed %d", cu.cuDevicePrimaryCtxRelease(0));
 }
 
 /* ---- memory ---- */
 
-static void allocations_of_nothing_and_too_much(void) {
+CASE(allocations_of_nothing_and_too_much, SET_UP) {
     OOCUdeviceptr ptr;
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemAlloc(&ptr, 0));
     IS(OOCU_ERROR_OUT_OF_MEMORY, cu.cuMemAlloc(&ptr, (size_t)1 << 50));
 }
 
-static void device_memory_is_accounted_for(void) {
+CASE(device_memory_is_accounted_for, SET_UP) {
     enum { BYTES = 256 << 20 };
     size_t before = 0, during = 0, after = 0, total = 0;
     OOCUdeviceptr ptr = 0;
@@ -465,14 +497,14 @@ static void device_memory_is_accounted_for(void) {
     TRUE(after >= during + BYTES);
 }
 
-static void only_the_start_of_an_allocation_is_freed(void) {
+CASE(only_the_start_of_an_allocation_is_freed, SET_UP) {
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemFree(device + 256));
     put(5, a);
     OK(cu.cuStreamSynchronize(a));
     TRUE(word(0) == 5);
 }
 
-static void pointers_know_their_memory(void) {
+CASE(pointers_know_their_memory, SET_UP) {
     unsigned type = 0;
     int local;
     OK(cu.cuPointerGetAttribute(&type, OOCU_POINTER_ATTRIBUTE_MEMORY_TYPE, device + 100));
@@ -493,7 +525,7 @@ static char *pages(void) {
 }
 
 /* Kernels read page-locked memory at that address. */
-static void page_locked_memory_has_an_address_on_the_device(void) {
+CASE(page_locked_memory_has_an_address_on_the_device, SET_UP) {
     OOCUdeviceptr mapped = 0;
     OK(cu.cuPointerGetAttribute(&mapped, OOCU_POINTER_ATTRIBUTE_DEVICE_POINTER,
                                 (OOCUdeviceptr)pinned + 100));
@@ -510,7 +542,7 @@ static void page_locked_memory_has_an_address_on_the_device(void) {
     OK(cu.cuMemHostUnregister(memory));
 }
 
-static void host_memory_is_registered_once(void) {
+CASE(host_memory_is_registered_once, SET_UP) {
     char *block = pages();
     OK(cu.cuMemHostRegister(block, PAGE, OOCU_MEMHOSTREGISTER_PORTABLE));
     IS(OOCU_ERROR_HOST_MEMORY_ALREADY_REGISTERED, cu.cuMemHostRegister(block, PAGE, 0));
@@ -520,14 +552,14 @@ static void host_memory_is_registered_once(void) {
     OK(cu.cuMemHostUnregister(block));
 }
 
-static void registrations_may_not_overlap(void) {
+CASE(registrations_may_not_overlap, SET_UP) {
     char *block = pages();
     OK(cu.cuMemHostRegister(block, PAGE, 0));
     IS(OOCU_ERROR_HOST_MEMORY_ALREADY_REGISTERED, cu.cuMemHostRegister(block + PAGE / 2, PAGE, 0));
     OK(cu.cuMemHostUnregister(block));
 }
 
-static void registrations_may_touch(void) {
+CASE(registrations_may_touch, SET_UP) {
     char *block = pages();
     OK(cu.cuMemHostRegister(block, PAGE / 2, 0));
     OK(cu.cuMemHostRegister(block + PAGE / 2, PAGE / 2, 0));
@@ -535,20 +567,20 @@ static void registrations_may_touch(void) {
     OK(cu.cuMemHostUnregister(block + PAGE / 2));
 }
 
-static void registering_nothing_is_refused(void) {
+CASE(registering_nothing_is_refused, SET_UP) {
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemHostRegister(NULL, PAGE, 0));
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemHostRegister(pages(), 0, 0));
     REFUSED(cu.cuMemHostRegister((void *)(uintptr_t)4096, 4096, 0)); /* nothing is mapped so low */
 }
 
-static void only_the_start_of_a_registration_is_unregistered(void) {
+CASE(only_the_start_of_a_registration_is_unregistered, SET_UP) {
     char *block = pages();
     OK(cu.cuMemHostRegister(block, PAGE, 0));
     REFUSED(cu.cuMemHostUnregister(block + PAGE / 2));
     OK(cu.cuMemHostUnregister(block));
 }
 
-static void allocated_host_memory_is_no_registration(void) {
+CASE(allocated_host_memory_is_no_registration, SET_UP) {
     REFUSED(cu.cuMemHostUnregister(pinned));
     REFUSED(cu.cuMemHostRegister(pinned, PAGE, 0));
     REFUSED(cu.cuMemFreeHost(pages()));
@@ -556,7 +588,7 @@ static void allocated_host_memory_is_no_registration(void) {
 
 /* ---- copies ---- */
 
-static void copies_go_there_and_back(void) {
+CASE(copies_go_there_and_back, SET_UP) {
     for (uint32_t i = 0; i < WORDS; i++)
         pinned[i] = i;
     OK(cu.cuMemcpyHtoDAsync(device, pinned, PAGE, a));
@@ -567,7 +599,7 @@ static void copies_go_there_and_back(void) {
     TRUE(pinned[0] == 0 && pinned[1] == 1 && pinned[WORDS - 1] == WORDS - 1);
 }
 
-static void copies_of_registered_memory(void) {
+CASE(copies_of_registered_memory, SET_UP) {
     char *block = pages();
     memset(block, 7, PAGE);
     OK(cu.cuMemHostRegister(block, PAGE, 0));
@@ -577,7 +609,7 @@ static void copies_of_registered_memory(void) {
     OK(cu.cuMemHostUnregister(block));
 }
 
-static void copies_of_pageable_memory(void) {
+CASE(copies_of_pageable_memory, SET_UP) {
     char *block = pages();
     memset(block, 8, PAGE);
     OK(cu.cuMemcpyHtoDAsync(device, block, PAGE, a));
@@ -589,24 +621,24 @@ static void copies_of_pageable_memory(void) {
     TRUE(block[0] == 8 && block[PAGE - 1] == 8);
 }
 
-static void copies_of_nothing(void) {
+CASE(copies_of_nothing, SET_UP) {
     OK(cu.cuMemcpyHtoDAsync(device, pinned, 0, a));
     OK(cu.cuMemcpyDtoHAsync(pinned, device, 0, a));
     OK(cu.cuMemsetD32Async(device, 1, 0, a));
 }
 
-static void copies_to_no_device_memory_are_refused(void) {
+CASE(copies_to_no_device_memory_are_refused, SET_UP) {
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemcpyHtoDAsync((OOCUdeviceptr)64, pinned, 64, a));
 }
 
-static void copies_of_partly_registered_memory_are_refused(void) {
+CASE(copies_of_partly_registered_memory_are_refused, SET_UP) {
     char *block = pages();
     OK(cu.cuMemHostRegister(block, PAGE / 2, 0));
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemcpyHtoDAsync(device, block, PAGE, a));
     OK(cu.cuMemHostUnregister(block));
 }
 
-static void copies_over_two_registrations_are_refused(void) {
+CASE(copies_over_two_registrations_are_refused, SET_UP) {
     char *block = pages();
     OK(cu.cuMemHostRegister(block, PAGE / 2, 0));
     OK(cu.cuMemHostRegister(block + PAGE / 2, PAGE / 2, 0));
@@ -615,7 +647,7 @@ static void copies_over_two_registrations_are_refused(void) {
     OK(cu.cuMemHostUnregister(block + PAGE / 2));
 }
 
-static void a_pinned_source_is_read_when_the_copy_runs(void) {
+CASE(a_pinned_source_is_read_when_the_copy_runs, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     pinned[0] = 1;
     shut(a);
@@ -626,7 +658,7 @@ static void a_pinned_source_is_read_when_the_copy_runs(void) {
     TRUE(word(0) == 2);
 }
 
-static void a_stream_keeps_its_order(void) {
+CASE(a_stream_keeps_its_order, SET_UP) {
     for (uint32_t i = 1; i <= 50; i++)
         put(i, a);
     OK(cu.cuMemcpyDtoHAsync(pinned, device, PAGE, a));
@@ -636,19 +668,19 @@ static void a_stream_keeps_its_order(void) {
     TRUE(word(0) == 99);
 }
 
-static void memset_needs_alignment(void) {
+CASE(memset_needs_alignment, SET_UP) {
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemsetD32Async(device + 2, 1, 1, a));
 }
 
 /* ---- streams ---- */
 
-static void stream_flags_are_checked(void) {
+CASE(stream_flags_are_checked, SET_UP) {
     OOCUstream stream;
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuStreamCreateWithPriority(&stream, 0x80, 0));
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuStreamCreateWithPriority(NULL, 0, 0));
 }
 
-static void priorities_are_clamped(void) {
+CASE(priorities_are_clamped, SET_UP) {
     int least = -100, greatest = 100;
     OOCUstream stream;
     NEEDS(cuStreamGetPriority);
@@ -663,7 +695,7 @@ static void priorities_are_clamped(void) {
     }
 }
 
-static void a_stream_keeps_its_priority(void) {
+CASE(a_stream_keeps_its_priority, SET_UP) {
     int least = -100, greatest = 100;
     NEEDS(cuStreamGetPriority);
     OK(cu.cuCtxGetStreamPriorityRange(&least, &greatest));
@@ -678,7 +710,7 @@ static void a_stream_keeps_its_priority(void) {
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuStreamGetPriority(a, NULL));
 }
 
-static void a_stream_keeps_its_flags(void) {
+CASE(a_stream_keeps_its_flags, SET_UP) {
     NEEDS(cuStreamGetFlags);
     for (unsigned asked = OOCU_STREAM_DEFAULT; asked <= OOCU_STREAM_NON_BLOCKING; asked++) {
         OOCUstream stream;
@@ -691,13 +723,13 @@ static void a_stream_keeps_its_flags(void) {
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuStreamGetFlags(a, NULL));
 }
 
-static void an_idle_stream_is_ready(void) {
+CASE(an_idle_stream_is_ready, SET_UP) {
     OK(cu.cuStreamQuery(a));
     OK(cu.cuStreamSynchronize(a));
     OK(cu.cuStreamQuery(OOCU_STREAM_LEGACY));
 }
 
-static void a_busy_stream_is_not_ready(void) {
+CASE(a_busy_stream_is_not_ready, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     shut(a);
     IS(OOCU_ERROR_NOT_READY, cu.cuStreamQuery(a));
@@ -707,7 +739,7 @@ static void a_busy_stream_is_not_ready(void) {
     OK(cu.cuStreamQuery(a));
 }
 
-static void destroying_a_stream_drops_no_work(void) {
+CASE(destroying_a_stream_drops_no_work, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     OOCUstream stream;
     OK(cu.cuStreamCreateWithPriority(&stream, OOCU_STREAM_NON_BLOCKING, 0));
@@ -723,7 +755,7 @@ static void destroying_a_stream_drops_no_work(void) {
     TRUE(word(0) == 2);
 }
 
-static void a_non_blocking_stream_ignores_the_legacy_one(void) {
+CASE(a_non_blocking_stream_ignores_the_legacy_one, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     shut(OOCU_STREAM_LEGACY);
     put(3, a);
@@ -732,7 +764,7 @@ static void a_non_blocking_stream_ignores_the_legacy_one(void) {
     OK(cu.cuStreamSynchronize(OOCU_STREAM_LEGACY));
 }
 
-static void a_blocking_stream_waits_for_the_legacy_one(void) {
+CASE(a_blocking_stream_waits_for_the_legacy_one, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     OOCUstream blocking;
     OK(cu.cuStreamCreateWithPriority(&blocking, OOCU_STREAM_DEFAULT, 0));
@@ -746,7 +778,7 @@ static void a_blocking_stream_waits_for_the_legacy_one(void) {
     OK(cu.cuStreamDestroy(blocking));
 }
 
-static void the_legacy_stream_waits_for_blocking_ones(void) {
+CASE(the_legacy_stream_waits_for_blocking_ones, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     OOCUstream blocking;
     OK(cu.cuStreamCreateWithPriority(&blocking, OOCU_STREAM_DEFAULT, 0));
@@ -760,7 +792,7 @@ static void the_legacy_stream_waits_for_blocking_ones(void) {
     OK(cu.cuStreamDestroy(blocking));
 }
 
-static void the_legacy_stream_ignores_non_blocking_ones(void) {
+CASE(the_legacy_stream_ignores_non_blocking_ones, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     shut(a);
     put(5, NULL);
@@ -768,7 +800,7 @@ static void the_legacy_stream_ignores_non_blocking_ones(void) {
     open_gate();
 }
 
-static void the_per_thread_stream_waits_for_the_legacy_one(void) {
+CASE(the_per_thread_stream_waits_for_the_legacy_one, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     shut(OOCU_STREAM_LEGACY);
     put(6, OOCU_STREAM_PER_THREAD);
@@ -778,7 +810,7 @@ static void the_per_thread_stream_waits_for_the_legacy_one(void) {
     TRUE(word(0) == 6);
 }
 
-static void blocking_streams_do_not_wait_for_each_other(void) {
+CASE(blocking_streams_do_not_wait_for_each_other, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     OOCUstream one, two;
     OK(cu.cuStreamCreateWithPriority(&one, OOCU_STREAM_DEFAULT, 0));
@@ -793,13 +825,13 @@ static void blocking_streams_do_not_wait_for_each_other(void) {
 
 /* ---- events ---- */
 
-static void event_flags_are_checked(void) {
+CASE(event_flags_are_checked, SET_UP) {
     OOCUevent event;
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuEventCreate(&event, 0x80));
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuEventCreate(NULL, 0));
 }
 
-static void no_event_is_an_invalid_handle(void) {
+CASE(no_event_is_an_invalid_handle, SET_UP) {
     IS(OOCU_ERROR_INVALID_HANDLE, cu.cuEventRecord(NULL, a));
     IS(OOCU_ERROR_INVALID_HANDLE, cu.cuEventQuery(NULL));
     IS(OOCU_ERROR_INVALID_HANDLE, cu.cuEventSynchronize(NULL));
@@ -807,12 +839,12 @@ static void no_event_is_an_invalid_handle(void) {
     IS(OOCU_ERROR_INVALID_HANDLE, cu.cuEventDestroy(NULL));
 }
 
-static void an_event_never_recorded_is_complete(void) {
+CASE(an_event_never_recorded_is_complete, SET_UP) {
     OK(cu.cuEventQuery(e));
     OK(cu.cuEventSynchronize(e));
 }
 
-static void waiting_for_an_event_never_recorded_waits_for_nothing(void) {
+CASE(waiting_for_an_event_never_recorded_waits_for_nothing, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     OK(cu.cuStreamWaitEvent(b, e, 0));
     shut(a);
@@ -821,7 +853,7 @@ static void waiting_for_an_event_never_recorded_waits_for_nothing(void) {
     open_gate();
 }
 
-static void an_event_is_pending_until_its_work_is_done(void) {
+CASE(an_event_is_pending_until_its_work_is_done, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     shut(a);
     OK(cu.cuEventRecord(e, a));
@@ -831,7 +863,7 @@ static void an_event_is_pending_until_its_work_is_done(void) {
     OK(cu.cuEventQuery(e));
 }
 
-static void a_wait_orders_two_streams(void) {
+CASE(a_wait_orders_two_streams, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     shut(a);
     put(1, a);
@@ -845,7 +877,7 @@ static void a_wait_orders_two_streams(void) {
     TRUE(word(0) == 2);
 }
 
-static void a_wait_keeps_the_record_it_saw(void) {
+CASE(a_wait_keeps_the_record_it_saw, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     OK(cu.cuEventRecord(e, a));
     OK(cu.cuStreamWaitEvent(b, e, 0));
@@ -855,7 +887,7 @@ static void a_wait_keeps_the_record_it_saw(void) {
     open_gate();
 }
 
-static void a_query_sees_the_latest_record(void) {
+CASE(a_query_sees_the_latest_record, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     OK(cu.cuEventRecord(e, b));
     OK(cu.cuEventSynchronize(e));
@@ -866,7 +898,7 @@ static void a_query_sees_the_latest_record(void) {
     OK(cu.cuEventSynchronize(e));
 }
 
-static void a_record_that_is_ready_replaces_a_pending_one(void) {
+CASE(a_record_that_is_ready_replaces_a_pending_one, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     shut(a);
     OK(cu.cuEventRecord(e, a));
@@ -876,7 +908,7 @@ static void a_record_that_is_ready_replaces_a_pending_one(void) {
     open_gate();
 }
 
-static void destroying_an_event_keeps_the_waits_for_it(void) {
+CASE(destroying_an_event_keeps_the_waits_for_it, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     OOCUevent event;
     OK(cu.cuEventCreate(&event, OOCU_EVENT_DISABLE_TIMING));
@@ -890,7 +922,7 @@ static void destroying_an_event_keeps_the_waits_for_it(void) {
     TRUE(atomic_load(&gates_passed) == 1);
 }
 
-static void order_passes_through_a_third_stream(void) {
+CASE(order_passes_through_a_third_stream, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     OOCUstream c;
     OK(cu.cuStreamCreateWithPriority(&c, OOCU_STREAM_NON_BLOCKING, 0));
@@ -906,7 +938,7 @@ static void order_passes_through_a_third_stream(void) {
     OK(cu.cuStreamDestroy(c));
 }
 
-static void an_event_does_not_cover_later_work(void) {
+CASE(an_event_does_not_cover_later_work, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     OK(cu.cuEventRecord(e, a));
     shut(a);
@@ -915,7 +947,7 @@ static void an_event_does_not_cover_later_work(void) {
     open_gate();
 }
 
-static void a_stream_may_wait_for_itself(void) {
+CASE(a_stream_may_wait_for_itself, SET_UP) {
     put(1, a);
     OK(cu.cuEventRecord(e, a));
     OK(cu.cuStreamWaitEvent(a, e, 0));
@@ -924,7 +956,7 @@ static void a_stream_may_wait_for_itself(void) {
     TRUE(word(0) == 2);
 }
 
-static void elapsed_time_needs_two_records_with_timing(void) {
+CASE(elapsed_time_needs_two_records_with_timing, SET_UP) {
     OOCUevent untimed;
     float ms;
     NEEDS(cuEventElapsedTime);
@@ -937,7 +969,7 @@ static void elapsed_time_needs_two_records_with_timing(void) {
     OK(cu.cuEventDestroy(untimed));
 }
 
-static void elapsed_time_is_not_negative(void) {
+CASE(elapsed_time_is_not_negative, SET_UP) {
     float ms = -1;
     NEEDS(cuEventElapsedTime);
     OK(cu.cuEventRecord(e, a));
@@ -948,7 +980,7 @@ static void elapsed_time_is_not_negative(void) {
     TRUE(ms >= 0 && ms < 1000);
 }
 
-static void elapsed_time_of_pending_events_is_not_ready(void) {
+CASE(elapsed_time_of_pending_events_is_not_ready, SET_UP) {
     float ms;
     NEEDS(cuEventElapsedTime);
     NEEDS(cuLaunchHostFunc);
@@ -966,7 +998,7 @@ static atomic_uint seen;
 
 static void OOCUDAAPI look(void *ptr) { atomic_store(&seen, *(uint32_t *)ptr + 1); }
 
-static void a_host_function_runs_without_being_waited_for(void) {
+CASE(a_host_function_runs_without_being_waited_for, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     const time_t begin = time(NULL);
     atomic_store(&seen, 0);
@@ -977,7 +1009,7 @@ static void a_host_function_runs_without_being_waited_for(void) {
     TRUE(atomic_load(&seen) == 42);
 }
 
-static void a_host_function_sees_what_came_before(void) {
+CASE(a_host_function_sees_what_came_before, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     atomic_store(&seen, 0);
     put(6, a);
@@ -987,7 +1019,7 @@ static void a_host_function_sees_what_came_before(void) {
     TRUE(atomic_load(&seen) == 7);
 }
 
-static void a_host_function_holds_up_what_comes_after(void) {
+CASE(a_host_function_holds_up_what_comes_after, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     put(1, a);
     OK(cu.cuStreamSynchronize(a));
@@ -999,7 +1031,7 @@ static void a_host_function_holds_up_what_comes_after(void) {
     TRUE(word(0) == 2);
 }
 
-static void no_host_function_is_refused(void) {
+CASE(no_host_function_is_refused, SET_UP) {
     NEEDS(cuLaunchHostFunc);
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuLaunchHostFunc(a, NULL, NULL));
 }
@@ -1008,7 +1040,7 @@ static void no_host_function_is_refused(void) {
 
 enum { RELAXED = 2, ACTIVE = 1, INVALIDATED = 2 };
 
-static void nothing_captures_at_first(void) {
+CASE(nothing_captures_at_first, SET_UP) {
     int status = -1;
     OK(cu.cuStreamIsCapturing(a, &status));
     TRUE(status == OOCU_STREAM_CAPTURE_STATUS_NONE);
@@ -1016,7 +1048,7 @@ static void nothing_captures_at_first(void) {
     TRUE(status == OOCU_STREAM_CAPTURE_STATUS_NONE);
 }
 
-static void captured_work_does_not_run(void) {
+CASE(captured_work_does_not_run, SET_UP | ALONE) {
     int status = -1;
     void *graph = NULL;
     NEEDS(cuStreamBeginCapture);
@@ -1032,12 +1064,12 @@ static void captured_work_does_not_run(void) {
     TRUE(word(0) == 1);
 }
 
-static void the_legacy_stream_cannot_capture(void) {
+CASE(the_legacy_stream_cannot_capture, SET_UP | ALONE) {
     NEEDS(cuStreamBeginCapture);
     IS(OOCU_ERROR_STREAM_CAPTURE_UNSUPPORTED, cu.cuStreamBeginCapture(NULL, RELAXED));
 }
 
-static void a_captured_event_cannot_be_asked(void) {
+CASE(a_captured_event_cannot_be_asked, SET_UP | ALONE) {
     void *graph = NULL;
     NEEDS(cuStreamBeginCapture);
     OK(cu.cuStreamBeginCapture(a, RELAXED));
@@ -1048,7 +1080,7 @@ static void a_captured_event_cannot_be_asked(void) {
     OK(cu.cuEventSynchronize(e));
 }
 
-static void waiting_for_a_capturing_stream_ends_the_capture(void) {
+CASE(waiting_for_a_capturing_stream_ends_the_capture, SET_UP | ALONE) {
     void *graph = NULL;
     int status = -1;
     NEEDS(cuStreamBeginCapture);
@@ -1060,7 +1092,7 @@ static void waiting_for_a_capturing_stream_ends_the_capture(void) {
     OK(cu.cuStreamSynchronize(a));
 }
 
-static void the_legacy_stream_is_not_used_beside_a_capture(void) {
+CASE(the_legacy_stream_is_not_used_beside_a_capture, SET_UP | ALONE) {
     OOCUstream blocking;
     void *graph = NULL;
     int status;
@@ -1072,7 +1104,7 @@ static void the_legacy_stream_is_not_used_beside_a_capture(void) {
     OK(cu.cuStreamDestroy(blocking));
 }
 
-static void a_capture_begins_and_ends_once(void) {
+CASE(a_capture_begins_and_ends_once, SET_UP | ALONE) {
     void *graph = NULL;
     NEEDS(cuStreamBeginCapture);
     IS(OOCU_ERROR_ILLEGAL_STATE, cu.cuStreamEndCapture(a, &graph));
@@ -1127,7 +1159,7 @@ static OOCUresult launch_store(OOCUfunction store, uint64_t address, uint32_t va
     return cu.cuLaunchKernel(store, 1, 1, 1, 1, 1, 1, 0, stream, parameters, NULL);
 }
 
-static void a_kernel_keeps_its_stream_busy(void) {
+CASE(a_kernel_keeps_its_stream_busy, SET_UP | ALONE) {
     float ms = 0;
     NEEDS(cuLaunchKernel);
     NEEDS(cuEventElapsedTime);
@@ -1141,7 +1173,7 @@ static void a_kernel_keeps_its_stream_busy(void) {
     TRUE(ms > 45 && ms < 500);
 }
 
-static void a_kernel_writes_in_stream_order(void) {
+CASE(a_kernel_writes_in_stream_order, SET_UP | ALONE) {
     NEEDS(cuLaunchKernel);
     OOCUfunction store = kernel("store");
     put(1, a);
@@ -1152,7 +1184,7 @@ static void a_kernel_writes_in_stream_order(void) {
     TRUE(pinned[0] == 2 && pinned[1] == 1);
 }
 
-static void a_missing_kernel_is_not_found(void) {
+CASE(a_missing_kernel_is_not_found, SET_UP | ALONE) {
     OOCUmodule module = NULL;
     OOCUfunction function;
     NEEDS(cuLaunchKernel);
@@ -1162,7 +1194,7 @@ static void a_missing_kernel_is_not_found(void) {
     REFUSED(cu.cuModuleLoadData(&module, "no image"));
 }
 
-static void a_kernel_needs_a_grid(void) {
+CASE(a_kernel_needs_a_grid, SET_UP | ALONE) {
     uint64_t ns = 0;
     void *parameters[] = {&ns};
     NEEDS(cuLaunchKernel);
@@ -1174,7 +1206,7 @@ static void a_kernel_needs_a_grid(void) {
 }
 
 /* The launch succeeds; a later call tells, and so do all that follow. */
-static void a_bad_address_kills_the_context(void) {
+CASE(a_bad_address_kills_the_context, SET_UP | ALONE | DEADLY) {
     OOCUevent event;
     OOCUdeviceptr ptr;
     NEEDS(cuLaunchKernel);
@@ -1188,135 +1220,28 @@ static void a_bad_address_kills_the_context(void) {
     IS(OOCU_ERROR_ILLEGAL_ADDRESS, launch_store(store, device, 1, b));
 }
 
-/* ---- the list ---- */
+/* ---- running them ---- */
 
-enum how {
-    PLAIN = 0,
-    SET_UP = 1, /* between set_up and tear_down */
-    ALONE = 2,  /* in a process of its own */
-    DEADLY = 4  /* no tear_down: the context is gone */
-};
-
-static const struct {
-    const char *name;
-    void (*run)(void);
-    int how;
-} cases[] = {
-#define CASE(name, how) {#name, name, how}
-    CASE(before_init_the_version_is_known, ALONE),
-    CASE(before_init_errors_have_names, ALONE),
-    CASE(before_init_symbols_are_found, ALONE),
-    CASE(before_init_devices_are_refused, ALONE),
-    CASE(before_init_contexts_are_refused, ALONE),
-    CASE(before_init_memory_is_refused, ALONE),
-    CASE(init_takes_no_flags, ALONE),
-    CASE(init_twice_is_fine, ALONE),
-    CASE(an_unknown_symbol_is_success_and_null, PLAIN),
-    CASE(a_symbol_newer_than_asked_for_is_null, PLAIN),
-    CASE(a_version_far_above_the_drivers, PLAIN),
-    CASE(errors_have_the_documented_names, PLAIN),
-    CASE(an_unknown_error_has_no_name, PLAIN),
-    CASE(there_is_a_device, PLAIN),
-    CASE(ordinals_out_of_range_are_refused, PLAIN),
-    CASE(a_device_has_name_and_bus_id, PLAIN),
-    CASE(a_device_has_attributes, PLAIN),
-    CASE(without_a_context_calls_are_refused, ALONE),
-    CASE(at_first_no_context_is_current, ALONE),
-    CASE(a_retained_context_is_not_current, ALONE),
-    CASE(the_primary_context_is_one, PLAIN),
-    CASE(contexts_are_a_stack, PLAIN),
-    CASE(after_the_last_release_work_is_refused, ALONE),
-    CASE(releasing_what_is_not_retained, ALONE),
-    CASE(allocations_of_nothing_and_too_much, SET_UP),
-    CASE(device_memory_is_accounted_for, SET_UP),
-    CASE(only_the_start_of_an_allocation_is_freed, SET_UP),
-    CASE(pointers_know_their_memory, SET_UP),
-    CASE(page_locked_memory_has_an_address_on_the_device, SET_UP),
-    CASE(host_memory_is_registered_once, SET_UP),
-    CASE(registrations_may_not_overlap, SET_UP),
-    CASE(registrations_may_touch, SET_UP),
-    CASE(registering_nothing_is_refused, SET_UP),
-    CASE(only_the_start_of_a_registration_is_unregistered, SET_UP),
-    CASE(allocated_host_memory_is_no_registration, SET_UP),
-    CASE(copies_go_there_and_back, SET_UP),
-    CASE(copies_of_registered_memory, SET_UP),
-    CASE(copies_of_pageable_memory, SET_UP),
-    CASE(copies_of_nothing, SET_UP),
-    CASE(copies_to_no_device_memory_are_refused, SET_UP),
-    CASE(copies_of_partly_registered_memory_are_refused, SET_UP),
-    CASE(copies_over_two_registrations_are_refused, SET_UP),
-    CASE(a_pinned_source_is_read_when_the_copy_runs, SET_UP),
-    CASE(a_stream_keeps_its_order, SET_UP),
-    CASE(memset_needs_alignment, SET_UP),
-    CASE(stream_flags_are_checked, SET_UP),
-    CASE(priorities_are_clamped, SET_UP),
-    CASE(a_stream_keeps_its_priority, SET_UP),
-    CASE(a_stream_keeps_its_flags, SET_UP),
-    CASE(an_idle_stream_is_ready, SET_UP),
-    CASE(a_busy_stream_is_not_ready, SET_UP),
-    CASE(destroying_a_stream_drops_no_work, SET_UP),
-    CASE(a_non_blocking_stream_ignores_the_legacy_one, SET_UP),
-    CASE(a_blocking_stream_waits_for_the_legacy_one, SET_UP),
-    CASE(the_legacy_stream_waits_for_blocking_ones, SET_UP),
-    CASE(the_legacy_stream_ignores_non_blocking_ones, SET_UP),
-    CASE(the_per_thread_stream_waits_for_the_legacy_one, SET_UP),
-    CASE(blocking_streams_do_not_wait_for_each_other, SET_UP),
-    CASE(event_flags_are_checked, SET_UP),
-    CASE(no_event_is_an_invalid_handle, SET_UP),
-    CASE(an_event_never_recorded_is_complete, SET_UP),
-    CASE(waiting_for_an_event_never_recorded_waits_for_nothing, SET_UP),
-    CASE(an_event_is_pending_until_its_work_is_done, SET_UP),
-    CASE(a_wait_orders_two_streams, SET_UP),
-    CASE(a_wait_keeps_the_record_it_saw, SET_UP),
-    CASE(a_query_sees_the_latest_record, SET_UP),
-    CASE(a_record_that_is_ready_replaces_a_pending_one, SET_UP),
-    CASE(destroying_an_event_keeps_the_waits_for_it, SET_UP),
-    CASE(order_passes_through_a_third_stream, SET_UP),
-    CASE(an_event_does_not_cover_later_work, SET_UP),
-    CASE(a_stream_may_wait_for_itself, SET_UP),
-    CASE(elapsed_time_needs_two_records_with_timing, SET_UP),
-    CASE(elapsed_time_is_not_negative, SET_UP),
-    CASE(elapsed_time_of_pending_events_is_not_ready, SET_UP),
-    CASE(a_host_function_runs_without_being_waited_for, SET_UP),
-    CASE(a_host_function_sees_what_came_before, SET_UP),
-    CASE(a_host_function_holds_up_what_comes_after, SET_UP),
-    CASE(no_host_function_is_refused, SET_UP),
-    CASE(nothing_captures_at_first, SET_UP),
-    CASE(captured_work_does_not_run, SET_UP | ALONE),
-    CASE(the_legacy_stream_cannot_capture, SET_UP | ALONE),
-    CASE(a_captured_event_cannot_be_asked, SET_UP | ALONE),
-    CASE(waiting_for_a_capturing_stream_ends_the_capture, SET_UP | ALONE),
-    CASE(the_legacy_stream_is_not_used_beside_a_capture, SET_UP | ALONE),
-    CASE(a_capture_begins_and_ends_once, SET_UP | ALONE),
-    CASE(a_kernel_keeps_its_stream_busy, SET_UP | ALONE),
-    CASE(a_kernel_writes_in_stream_order, SET_UP | ALONE),
-    CASE(a_missing_kernel_is_not_found, SET_UP | ALONE),
-    CASE(a_kernel_needs_a_grid, SET_UP | ALONE),
-    CASE(a_bad_address_kills_the_context, SET_UP | ALONE | DEADLY),
-#undef CASE
-};
-enum { N_CASES = sizeof cases / sizeof cases[0] };
-
-static void run_here(int i) {
+static void run_here(const struct conformance_case *now) {
     outcome[0] = 0;
-    if (cases[i].how & SET_UP)
+    if (now->how & SET_UP)
         set_up();
     if (!outcome[0])
-        cases[i].run();
+        now->run();
     open_gate(); /* whatever has failed: nothing may hang on it */
-    if (cases[i].how & SET_UP && !(cases[i].how & DEADLY))
+    if (now->how & SET_UP && !(now->how & DEADLY))
         tear_down();
     say("ok");
 }
 
 /* The line of a case that ran in a child. */
-static void run_alone(const char *self, const char *driver, int i) {
+static void run_alone(const char *self, const char *driver, const char *name) {
     char command[2048];
     outcome[0] = 0;
 #if defined(_WIN32)
-    snprintf(command, sizeof command, "\"\"%s\" \"%s\" %s\"", self, driver, cases[i].name);
+    snprintf(command, sizeof command, "\"\"%s\" \"%s\" %s\"", self, driver, name);
 #else
-    snprintf(command, sizeof command, "'%s' '%s' %s", self, driver, cases[i].name);
+    snprintf(command, sizeof command, "'%s' '%s' %s", self, driver, name);
 #endif
     // NOLINTNEXTLINE(bugprone-command-processor,cert-env33-c): this program's own name and case
     FILE *child = popen(command, "r");
@@ -1325,9 +1250,9 @@ static void run_alone(const char *self, const char *driver, int i) {
         say("FAILED: no process");
         return;
     }
-    const size_t prefix = strlen(cases[i].name) + 2;
+    const size_t prefix = strlen(name) + 2;
     while (fgets(line, sizeof line, child))
-        if (!strncmp(line, cases[i].name, prefix - 2))
+        if (!strncmp(line, name, prefix - 2))
             break;
     line[strcspn(line, "\r\n")] = 0;
     say("%s", strlen(line) > prefix ? line + prefix : "FAILED: the process died");
@@ -1344,18 +1269,18 @@ int main(int argc, char **argv) {
         return 2;
     }
     int passed = 0, failed = 0, found = 0;
-    for (int i = 0; i < N_CASES; i++) {
-        if (argc > 2 && strcmp(argv[2], cases[i].name) != 0)
+    for (const struct conformance_case *now = cases; now; now = now->next) {
+        if (argc > 2 && strcmp(argv[2], now->name) != 0)
             continue;
         found++;
-        if (cases[i].how & ALONE && argc <= 2)
-            run_alone(argv[0], driver, i);
+        if (now->how & ALONE && argc <= 2)
+            run_alone(argv[0], driver, now->name);
         else
-            run_here(i);
+            run_here(now);
         const int bad = !strncmp(outcome, "FAILED", 6);
         failed += bad;
         passed += !bad;
-        printf("%s: %s\n", cases[i].name, outcome);
+        printf("%s: %s\n", now->name, outcome);
         fflush(stdout);
     }
     if (!found) {

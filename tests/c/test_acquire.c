@@ -4,7 +4,7 @@
 #include "copies.h"
 #include "timing.h"
 
-static void test_a_nonblocking_call_never_waits(void) {
+CASE(test_a_nonblocking_call_never_waits) {
     struct world w;
     struct oo_use use;
     struct oo_fetched fetched;
@@ -34,7 +34,7 @@ static void test_a_nonblocking_call_never_waits(void) {
 }
 
 /* A nonblocking call returns OO_WOULD_BLOCK while another thread is inside the engine. */
-static void test_a_nonblocking_call_leaves_when_the_engine_is_busy(void) {
+CASE(test_a_nonblocking_call_leaves_when_the_engine_is_busy) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -122,7 +122,7 @@ static enum oo_status try_acquire(struct world *w, unsigned i, int flags, struct
 
 /* A copy that the driver's queue has no room for waits until the device has taken another from it:
  * a non-blocking call leaves it to one that may wait, and has asked the driver nothing by then. */
-static void test_a_nonblocking_call_queues_nothing_where_the_queue_may_be_full(void) {
+CASE(test_a_nonblocking_call_queues_nothing_where_the_queue_may_be_full) {
     struct world w;
     struct oo_use first, other;
     struct oo_fetched fetched;
@@ -149,7 +149,7 @@ static void test_a_nonblocking_call_queues_nothing_where_the_queue_may_be_full(v
 }
 
 /* One unit alone may fill the queue. */
-static void test_a_nonblocking_call_queues_no_unit_of_many_parts(void) {
+CASE(test_a_nonblocking_call_queues_no_unit_of_many_parts) {
     struct world w;
     struct oo_use use;
     struct oo_fetched fetched;
@@ -183,7 +183,7 @@ static void test_a_nonblocking_call_queues_no_unit_of_many_parts(void) {
 }
 
 /* What is repeated because it may wait is one use, and begins one pass over the units. */
-static void test_a_use_that_is_asked_for_again_begins_one_sweep(void) {
+CASE(test_a_use_that_is_asked_for_again_begins_one_sweep) {
     struct world w;
     struct oo_use use;
     struct oo_host *host = open_apart(&w, OO_QUEUED_PARTS + 1, 1);
@@ -204,7 +204,7 @@ static void test_a_use_that_is_asked_for_again_begins_one_sweep(void) {
 
 /* Of copies of four parts each, one in 16 is measured, or none: a device that has done all that it
  * was given sends no call away. */
-static void test_an_idle_device_turns_no_nonblocking_call_away(void) {
+CASE(test_an_idle_device_turns_no_nonblocking_call_away) {
     for (int measures = 0; measures < 2; measures++) {
         struct world w;
         struct oo_use use;
@@ -295,7 +295,7 @@ static void queue_is_known_to_be_empty(int measured) {
 }
 
 /* Behind what a copy thread has queued there may be others, by when its end is measured. */
-static void test_the_end_of_a_fed_copy_tells_nothing_of_others(void) {
+CASE(test_the_end_of_a_fed_copy_tells_nothing_of_others) {
     for (uint8_t fed = 0; fed < 2; fed++) {
         struct world w;
         struct oo_event *begin, *end;
@@ -321,14 +321,14 @@ static void test_the_end_of_a_fed_copy_tells_nothing_of_others(void) {
     }
 }
 
-static void test_the_queue_is_known_to_be_empty(void) {
+CASE(test_the_queue_is_known_to_be_empty) {
     queue_is_known_to_be_empty(1);
     queue_is_known_to_be_empty(0);
 }
 
 /* A bit without a meaning today may get one later: a caller that sets it must get an error.
  */
-static void test_unknown_flags_are_refused(void) {
+CASE(test_unknown_flags_are_refused) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -369,7 +369,7 @@ static void test_unknown_flags_are_refused(void) {
     world_close(&w, "flags");
 }
 
-static void test_no_more_than_eight_copies_in_a_call(void) {
+CASE(test_no_more_than_eight_copies_in_a_call) {
     struct world w;
     struct oo_use use;
     struct oo_fetched fetched;
@@ -392,7 +392,7 @@ static void test_no_more_than_eight_copies_in_a_call(void) {
 
 /* An acquire that also launches: the copy has arrived when it returns. A launch that fails ends the
  * use, because the caller could not stamp its copies. */
-static void test_an_acquire_that_launches(void) {
+CASE(test_an_acquire_that_launches) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -420,7 +420,7 @@ static void test_an_acquire_that_launches(void) {
 }
 
 /* The kernel that an acquire declares is queued on the stream that it was acquired for. */
-static void test_what_an_acquire_launches_is_on_its_stream(void) {
+CASE(test_what_an_acquire_launches_is_on_its_stream) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -445,7 +445,7 @@ static void test_what_an_acquire_launches_is_on_its_stream(void) {
 
 /* The copy is waited for, but the end of that wait could not be recorded: it is not waited for
  * again. */
-static void test_a_wait_whose_end_could_not_be_measured_is_not_repeated(void) {
+CASE(test_a_wait_whose_end_could_not_be_measured_is_not_repeated) {
     struct world w;
     const uintptr_t stream = 0; /* the default one: it lasts */
     struct oo_use held;
@@ -470,7 +470,7 @@ static void test_a_wait_whose_end_could_not_be_measured_is_not_repeated(void) {
 }
 
 /* A copy into the arena fails half-way: the unit is absent, and the next use copies it whole. */
-static void test_a_failed_upload_leaves_the_unit_absent(void) {
+CASE(test_a_failed_upload_leaves_the_unit_absent) {
     static const char *const calls[] = {"cuEventRecord", "cuMemcpyHtoDAsync", "cuStreamWaitEvent",
                                         "cuEventRecord", "cuEventRecord"};
     static const uint64_t nth[] = {1, 1, 1, 2, 3}; /* of the records: begin, ready, end */
@@ -488,7 +488,7 @@ static void test_a_failed_upload_leaves_the_unit_absent(void) {
 }
 
 /* An acquire that fails behind its copy measures nothing, and its copy is not trusted. */
-static void test_an_acquire_that_fails_behind_its_copy(void) {
+CASE(test_an_acquire_that_fails_behind_its_copy) {
     struct world w;
     struct oo_use held;
     struct oo_trace_row *rows;
@@ -521,7 +521,7 @@ static void test_an_acquire_that_fails_behind_its_copy(void) {
 
 /* The caller learns of copies by what acquire answers, and stamps their members. Where it fails
  * behind the copy, a rewrite that no sample sees must not be missed in the unit's other members. */
-static void test_a_copy_that_nobody_was_told_of_is_not_trusted(void) {
+CASE(test_a_copy_that_nobody_was_told_of_is_not_trusted) {
     enum { BYTES = 1 << 16, UNSAMPLED = 100 };
     struct world w;
     world_open(&w, 4 * BYTES, -1);
@@ -562,7 +562,7 @@ static void test_a_copy_that_nobody_was_told_of_is_not_trusted(void) {
 
 /* An acquire of a copy that is there fails at the wait for it: the next one waits all the same, and
  * knows what was copied. */
-static void test_a_wait_that_failed_is_waited_for_by_the_next_call(void) {
+CASE(test_a_wait_that_failed_is_waited_for_by_the_next_call) {
     struct world w;
     struct oo_use held;
     double end_s;
@@ -592,26 +592,4 @@ static void test_a_wait_that_failed_is_waited_for_by_the_next_call(void) {
     world_close(&w, "a wait that failed");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_a_nonblocking_call_never_waits),
-    CASE(test_a_nonblocking_call_leaves_when_the_engine_is_busy),
-    CASE(test_a_nonblocking_call_queues_nothing_where_the_queue_may_be_full),
-    CASE(test_a_nonblocking_call_queues_no_unit_of_many_parts),
-    CASE(test_the_end_of_a_fed_copy_tells_nothing_of_others),
-    CASE(test_the_queue_is_known_to_be_empty),
-    CASE(test_a_use_that_is_asked_for_again_begins_one_sweep),
-    CASE(test_an_idle_device_turns_no_nonblocking_call_away),
-    CASE(test_unknown_flags_are_refused),
-    CASE(test_no_more_than_eight_copies_in_a_call),
-    CASE(test_an_acquire_that_launches),
-    CASE(test_what_an_acquire_launches_is_on_its_stream),
-    CASE(test_a_wait_whose_end_could_not_be_measured_is_not_repeated),
-    CASE(test_a_failed_upload_leaves_the_unit_absent),
-    CASE(test_an_acquire_that_fails_behind_its_copy),
-    CASE(test_a_copy_that_nobody_was_told_of_is_not_trusted),
-    CASE(test_a_wait_that_failed_is_waited_for_by_the_next_call),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -72,7 +72,7 @@ static struct oo_codec_header header_of(const struct chunk *chunk) {
 /* ---- cases ---- */
 
 /* The compiler's library answers the same question, where there is one: for zig there is none. */
-static void an_implementation_is_there_where_the_processor_has_its_instructions(void) {
+CASE(an_implementation_is_there_where_the_processor_has_its_instructions) {
 #if defined(__x86_64__) && !defined(_WIN32)
     const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
                      __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
@@ -86,7 +86,7 @@ static void an_implementation_is_there_where_the_processor_has_its_instructions(
     CHECK(oo_codec_named("portable") != NULL, "the plain one");
 }
 
-static void every_implementation_gives_back_the_bits(void) {
+CASE(every_implementation_gives_back_the_bits) {
     static const size_t counts[] = {1, 2, 31, 1023, 1024, 1025, 3000, 8192, MOST};
     seed = 1;
     for (size_t k = 0; k < 3; k++)
@@ -99,7 +99,7 @@ static void every_implementation_gives_back_the_bits(void) {
             }
 }
 
-static void each_byte_of_either_half_is_a_symbol(void) {
+CASE(each_byte_of_either_half_is_a_symbol) {
     struct chunk chunk = make(OO_CODEC_BF16, 65536);
     for (size_t i = 0; i < 65536; i++)
         ((uint16_t *)(void *)chunk.weights)[i] = (uint16_t)(i * 40503); /* each once, mixed */
@@ -108,7 +108,7 @@ static void each_byte_of_either_half_is_a_symbol(void) {
 }
 
 /* Shares of the weights' bytes; the goal for locked memory is 0.69, and 0.70 for Student's. */
-static void trained_weights_become_smaller(void) {
+CASE(trained_weights_become_smaller) {
     enum { COUNT = 1 << 18 };
     static const struct {
         enum oo_codec_kind kind;
@@ -131,7 +131,7 @@ static void trained_weights_become_smaller(void) {
     }
 }
 
-static void what_has_no_pattern_stays_as_it_is(void) {
+CASE(what_has_no_pattern_stays_as_it_is) {
     seed = 3;
     for (size_t k = 0; k < 3; k++) {
         struct chunk chunk = make(kinds[k], MOST);
@@ -144,7 +144,7 @@ static void what_has_no_pattern_stays_as_it_is(void) {
 }
 
 /* One block in a chunk that has no pattern costs its own bytes, not the chunk's. */
-static void a_block_without_a_pattern_is_raw_alone(void) {
+CASE(a_block_without_a_pattern_is_raw_alone) {
     seed = 4;
     for (size_t k = 0; k < 3; k++) {
         struct chunk chunk = make(kinds[k], 8 * OO_CODEC_BLOCK), plain = make(kinds[k], 8192);
@@ -163,7 +163,7 @@ static void a_block_without_a_pattern_is_raw_alone(void) {
     }
 }
 
-static void a_chunk_of_one_value_is_its_header(void) {
+CASE(a_chunk_of_one_value_is_its_header) {
     for (size_t k = 0; k < 3; k++) {
         struct chunk chunk = make(kinds[k], MOST);
         memset(chunk.weights, 0x3E, chunk.bytes);
@@ -179,7 +179,7 @@ static void a_chunk_of_one_value_is_its_header(void) {
 
 /* Of one-byte weights so many low bits are stored unchanged as cost least: the wider the weights
  * are spread, the more low bits. */
-static void wider_weights_have_more_low_bits(void) {
+CASE(wider_weights_have_more_low_bits) {
     seed = 14;
     for (unsigned low = 2; low <= 5; low++) {
         struct chunk chunk = make(OO_CODEC_INT8, 8192);
@@ -213,7 +213,7 @@ static void fill_exactly(enum oo_codec_kind kind, size_t count, char *weights) {
 
 /* What one version of the engine coded another one reads, and an encoder that decides in another
  * way has been changed on purpose: then these numbers change, too. */
-static void the_same_weights_are_always_coded_as_the_same_bytes(void) {
+CASE(the_same_weights_are_always_coded_as_the_same_bytes) {
     enum { COUNT = 70 * OO_CODEC_BLOCK + 5 };
     static const struct {
         size_t bytes;
@@ -235,7 +235,7 @@ static void the_same_weights_are_always_coded_as_the_same_bytes(void) {
     }
 }
 
-static void what_no_chunk_can_hold_is_refused(void) {
+CASE(what_no_chunk_can_hold_is_refused) {
     struct chunk chunk = make(OO_CODEC_BF16, 8);
     size_t bytes;
     const struct oo_codec *codec = oo_codec_best();
@@ -330,7 +330,7 @@ static void look_at(const struct chunk *chunk, size_t count, struct seen *seen) 
 }
 
 /* Chunks of each mode; their blocks have symbols of each tier, and of none, and one is raw. */
-static void each_bit_of_a_chunk_is_watched(void) {
+CASE(each_bit_of_a_chunk_is_watched) {
     static const enum what modes[] = {RARE, RANDOM, ZEROS};
     const size_t count = 8 * OO_CODEC_BLOCK;
     seed = 5;
@@ -362,7 +362,7 @@ static void each_bit_of_a_chunk_is_watched(void) {
 }
 
 /* 300 places of a full chunk; with ORACLE_OFFLOAD_TEST_FAULT_STRIDE=all, 10,000. */
-static void flips_in_a_full_chunk_are_noticed(void) {
+CASE(flips_in_a_full_chunk_are_noticed) {
     const char *stride = getenv("ORACLE_OFFLOAD_TEST_FAULT_STRIDE");
     const int turns = stride && strcmp(stride, "all") == 0 ? 10000 : 300;
     const struct oo_codec *codec = oo_codec_best();
@@ -391,7 +391,7 @@ static void flips_in_a_full_chunk_are_noticed(void) {
 }
 
 /* Whatever an index, a header and planes say. */
-static void noise_in_a_chunk_stays_inside(void) {
+CASE(noise_in_a_chunk_stays_inside) {
     seed = 6;
     for (size_t k = 0; k < 3; k++) {
         const size_t count = 3 * OO_CODEC_BLOCK;
@@ -413,7 +413,7 @@ static void noise_in_a_chunk_stays_inside(void) {
     }
 }
 
-static void a_chunk_that_is_cut_off_is_refused(void) {
+CASE(a_chunk_that_is_cut_off_is_refused) {
     struct chunk chunk = make(OO_CODEC_BF16, 3000);
     seed = 7;
     fill(OO_CODEC_BF16, GAUSSIAN, 3000, chunk.weights);
@@ -451,7 +451,7 @@ static struct chunk eight_blocks(enum oo_codec_kind kind) {
     return chunk;
 }
 
-static void headers_that_no_encoder_writes_are_refused(void) {
+CASE(headers_that_no_encoder_writes_are_refused) {
     static const struct {
         size_t at;
         uint32_t value;
@@ -487,7 +487,7 @@ static void headers_that_no_encoder_writes_are_refused(void) {
     drop(&words);
 }
 
-static void an_index_that_leads_astray_is_refused(void) {
+CASE(an_index_that_leads_astray_is_refused) {
     seed = 9;
     struct chunk chunk = eight_blocks(OO_CODEC_BF16);
     uint32_t index[9], changed[9];
@@ -522,7 +522,7 @@ static void an_index_that_leads_astray_is_refused(void) {
 }
 
 /* Only the checksum tells; it is asked for. */
-static void a_flipped_low_bit_shows_when_it_is_verified(void) {
+CASE(a_flipped_low_bit_shows_when_it_is_verified) {
     seed = 10;
     struct chunk chunk = eight_blocks(OO_CODEC_BF16);
     chunk.coded[OO_CODEC_HEADER + 12 * 4] ^=
@@ -537,7 +537,7 @@ static void a_flipped_low_bit_shows_when_it_is_verified(void) {
 }
 
 /* What one lane may have to put right one by one is bounded: beyond that the block is raw. */
-static void a_block_with_many_symbols_of_no_tier_is_raw(void) {
+CASE(a_block_with_many_symbols_of_no_tier_is_raw) {
     for (int n = 64; n <= 65; n++) {
         struct chunk chunk = make(OO_CODEC_BF16, 8192);
         uint16_t *weights = (uint16_t *)(void *)chunk.weights;
@@ -555,7 +555,7 @@ static void a_block_with_many_symbols_of_no_tier_is_raw(void) {
 }
 
 /* A tail of as many words as a raw block's has saves nothing. */
-static void a_block_whose_tail_saves_nothing_is_raw(void) {
+CASE(a_block_whose_tail_saves_nothing_is_raw) {
     static const struct {
         int third, second; /* of the weights of one block: five bits of its tail, and two */
         uint32_t raw;
@@ -586,7 +586,7 @@ static void a_block_whose_tail_saves_nothing_is_raw(void) {
 
 /* A chunk pays where it takes less than 31/32 of the weights; as many bytes are the weights as they
  * are. Its tails become longer bit by bit. */
-static void a_chunk_that_saves_too_little_is_raw(void) {
+CASE(a_chunk_that_saves_too_little_is_raw) {
     const size_t count = 8 * OO_CODEC_BLOCK;
     struct chunk chunk = make(OO_CODEC_INT8, count);
     size_t longest = 0, at = 0;
@@ -626,7 +626,7 @@ static int decodes_wrongly(const uint32_t *planes, const uint32_t *tail, unsigne
     return right;
 }
 
-static void what_does_not_decode_again_is_never_kept(void) {
+CASE(what_does_not_decode_again_is_never_kept) {
     seed = 11;
     struct chunk chunk = eight_blocks(OO_CODEC_BF16);
     struct oo_codec broken = oo__codec_portable;
@@ -639,28 +639,4 @@ static void what_does_not_decode_again_is_never_kept(void) {
     drop(&chunk);
 }
 
-static const struct check_case cases[] = {
-    CASE(an_implementation_is_there_where_the_processor_has_its_instructions),
-    CASE(every_implementation_gives_back_the_bits),
-    CASE(each_byte_of_either_half_is_a_symbol),
-    CASE(trained_weights_become_smaller),
-    CASE(what_has_no_pattern_stays_as_it_is),
-    CASE(a_block_without_a_pattern_is_raw_alone),
-    CASE(a_chunk_of_one_value_is_its_header),
-    CASE(wider_weights_have_more_low_bits),
-    CASE(the_same_weights_are_always_coded_as_the_same_bytes),
-    CASE(what_no_chunk_can_hold_is_refused),
-    CASE(each_bit_of_a_chunk_is_watched),
-    CASE(flips_in_a_full_chunk_are_noticed),
-    CASE(noise_in_a_chunk_stays_inside),
-    CASE(a_chunk_that_is_cut_off_is_refused),
-    CASE(headers_that_no_encoder_writes_are_refused),
-    CASE(an_index_that_leads_astray_is_refused),
-    CASE(a_flipped_low_bit_shows_when_it_is_verified),
-    CASE(a_block_with_many_symbols_of_no_tier_is_raw),
-    CASE(a_block_whose_tail_saves_nothing_is_raw),
-    CASE(a_chunk_that_saves_too_little_is_raw),
-    CASE(what_does_not_decode_again_is_never_kept),
-};
-
-int main(int argc, char **argv) { return check_main(argc, argv, cases, CHECK_COUNT(cases), NULL); }
+CHECK_MAIN(NULL)

@@ -49,7 +49,7 @@ static enum oo_status decode(const struct coded *made, unsigned threads) {
 
 /* ---- cases ---- */
 
-static void any_number_of_threads_writes_the_same_bytes(void) {
+CASE(any_number_of_threads_writes_the_same_bytes) {
     for (size_t k = 0; k < 3; k++) {
         const struct coded one = make(kinds[k], COUNT, 1);
         for (unsigned threads = 0; threads < 20; threads += 3) {
@@ -63,7 +63,7 @@ static void any_number_of_threads_writes_the_same_bytes(void) {
     }
 }
 
-static void any_number_of_threads_reads_the_same_bits(void) {
+CASE(any_number_of_threads_reads_the_same_bits) {
     for (size_t k = 0; k < 3; k++) {
         const struct coded made = make(kinds[k], COUNT, 3);
         for (unsigned threads = 1; threads < 20; threads += 3) {
@@ -81,7 +81,7 @@ static void any_number_of_threads_reads_the_same_bits(void) {
     }
 }
 
-static void chunks_begin_where_the_device_may_read_and_zeros_are_between(void) {
+CASE(chunks_begin_where_the_device_may_read_and_zeros_are_between) {
     const struct coded made = make(OO_CODEC_BF16, COUNT, 2);
     struct oo_codec_header header;
     size_t at = 0, bytes = 0, chunks = 0, weights = 0;
@@ -103,7 +103,7 @@ static void chunks_begin_where_the_device_may_read_and_zeros_are_between(void) {
     drop(&made);
 }
 
-static void what_is_promised_as_room_is_enough(void) {
+CASE(what_is_promised_as_room_is_enough) {
     static const size_t counts[] = {1, 1000, 1024, 70000};
     for (size_t k = 0; k < 3; k++)
         for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
@@ -125,7 +125,7 @@ static void what_is_promised_as_room_is_enough(void) {
 }
 
 /* The first chunk is larger than allowed; then no thread waits for its place. */
-static void a_chunk_that_fails_is_the_failure_of_all(void) {
+CASE(a_chunk_that_fails_is_the_failure_of_all) {
     const size_t chunk = OO_CODEC_CHUNK + OO_CODEC_BLOCK, count = chunk + 10;
     char *weights = calloc(count, 2), *coded = malloc(oo_coded_room(OO_CODEC_BF16, count));
     size_t bytes;
@@ -138,7 +138,7 @@ static void a_chunk_that_fails_is_the_failure_of_all(void) {
 }
 
 /* Each bit of the first chunk, and of the header of each, one after the other. */
-static void a_changed_bit_is_told_with_its_place(void) {
+CASE(a_changed_bit_is_told_with_its_place) {
     const struct coded made = make(OO_CODEC_BF16, 2 * CHUNK + 99, 2);
     char place[64];
     size_t told = 0;
@@ -160,7 +160,7 @@ static void a_changed_bit_is_told_with_its_place(void) {
     drop(&made);
 }
 
-static void other_weights_sizes_and_kinds_are_refused(void) {
+CASE(other_weights_sizes_and_kinds_are_refused) {
     const struct coded made = make(OO_CODEC_FP8, COUNT, 2);
     made.weights[COUNT - 1] ^= 1;
     CHECK(oo_coded_compare(made.kind, made.coded, made.coded_bytes, 2, made.weights, COUNT) ==
@@ -191,7 +191,7 @@ static void other_weights_sizes_and_kinds_are_refused(void) {
 }
 
 /* 10,000 seeded changes of one to eight bytes: an error or the same bits. */
-static void damage_is_never_other_weights(void) {
+CASE(damage_is_never_other_weights) {
     const struct coded made = make(OO_CODEC_BF16, 2 * CHUNK, 1);
     char *kept = malloc(made.coded_bytes);
     memcpy(kept, made.coded, made.coded_bytes);
@@ -208,15 +208,4 @@ static void damage_is_never_other_weights(void) {
     drop(&made);
 }
 
-static const struct check_case cases[] = {
-    CASE(any_number_of_threads_writes_the_same_bytes),
-    CASE(any_number_of_threads_reads_the_same_bits),
-    CASE(chunks_begin_where_the_device_may_read_and_zeros_are_between),
-    CASE(what_is_promised_as_room_is_enough),
-    CASE(a_chunk_that_fails_is_the_failure_of_all),
-    CASE(a_changed_bit_is_told_with_its_place),
-    CASE(other_weights_sizes_and_kinds_are_refused),
-    CASE(damage_is_never_other_weights),
-};
-
-int main(int argc, char **argv) { return check_main(argc, argv, cases, CHECK_COUNT(cases), NULL); }
+CHECK_MAIN(NULL)

@@ -235,7 +235,7 @@ static struct oo_stats stats_of_model(struct model *m) {
 
 /* ---- bits, and bytes on the link ---- */
 
-static void each_kind_mode_and_memory_gives_its_bits(void) {
+CASE(each_kind_mode_and_memory_gives_its_bits) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++)
         for (enum memory memory = LOCKED; memory < N_MEMORY; memory++) {
             char where[64];
@@ -273,7 +273,7 @@ static void each_kind_mode_and_memory_gives_its_bits(void) {
         }
 }
 
-static void what_travels_is_counted_as_it_is_coded(void) {
+CASE(what_travels_is_counted_as_it_is_coded) {
     for (enum memory memory = LOCKED; memory < N_MEMORY; memory++) {
         set_memory(memory);
         struct model *m = open_model(LAYERS, 2048, (size_t)LAYERS * 4 * MOST_BYTES);
@@ -319,7 +319,7 @@ static void what_travels_is_counted_as_it_is_coded(void) {
 
 /* A chunk that is larger than a piece of the ring comes in steps; where one fails nothing is
  * decoded, and the next use is right. */
-static void a_chunk_passes_through_the_ring_in_steps(void) {
+CASE(a_chunk_passes_through_the_ring_in_steps) {
     set_memory(BY_THE_RING);
     struct model *m = open_model(1, 8192, (size_t)LAYERS * 4 * MOST_BYTES);
     struct layer *layer = &m->layers[0];
@@ -357,7 +357,7 @@ static void a_chunk_passes_through_the_ring_in_steps(void) {
 
 #if !defined(_WIN32)
 /* The thread that asks for a unit would wait for the disk, and fill the system's cache. */
-static void no_use_looks_at_what_is_in_a_file(void) {
+CASE(no_use_looks_at_what_is_in_a_file) {
     set_memory(IN_A_FILE);
     struct model *m = open_model(LAYERS, 1024, 3 * 4 * MOST_BYTES);
     void *pages = oo_host_address(m->host);
@@ -369,7 +369,7 @@ static void no_use_looks_at_what_is_in_a_file(void) {
     set_memory(LOCKED);
 }
 
-static void headers_that_memory_has_are_not_looked_at(void) {
+CASE(headers_that_memory_has_are_not_looked_at) {
     set_memory(KEPT);
     struct model *m = open_model(LAYERS, 1024, 3 * 4 * MOST_BYTES);
     void *pages = oo_host_address(m->host);
@@ -383,7 +383,7 @@ static void headers_that_memory_has_are_not_looked_at(void) {
     set_memory(LOCKED);
 }
 
-static void headers_of_a_file_that_was_cut_off_are_not_kept(void) {
+CASE(headers_of_a_file_that_was_cut_off_are_not_kept) {
     set_memory(IN_A_FILE);
     struct model *m = open_model(LAYERS, 1024, 3 * 4 * MOST_BYTES);
     file_set_bytes(m->path, 0); /* touching it ends the process now */
@@ -416,7 +416,7 @@ static ptrdiff_t read_or_fail(int file, void *target, size_t bytes, uint64_t beg
 }
 
 /* With small pieces of a ring, so that a chunk is read in several, or without one. */
-static void a_chunk_of_which_a_read_fails_is_not_decoded(void) {
+CASE(a_chunk_of_which_a_read_fails_is_not_decoded) {
     for (enum memory memory = IN_A_FILE; memory <= WITHOUT_A_RING; memory++) {
         set_memory(memory);
         struct model *m = open_model(1, 8192, (size_t)LAYERS * 4 * MOST_BYTES);
@@ -454,7 +454,7 @@ static OOCUresult OOCUDAAPI watching_copy(OOCUdeviceptr target, const void *sour
 }
 
 /* A locked chunk next to memory that is not locked is copied directly. */
-static void a_locked_chunk_passes_through_no_ring(void) {
+CASE(a_locked_chunk_passes_through_no_ring) {
     struct model *m = open_model(1, 8192, (size_t)LAYERS * 4 * MOST_BYTES);
     struct layer *layer = &m->layers[0];
     const uint32_t two = 2;
@@ -479,7 +479,7 @@ static void a_locked_chunk_passes_through_no_ring(void) {
     close_model(m, "locked in part");
 }
 
-static void a_chunk_of_memory_that_is_not_known_travels(void) {
+CASE(a_chunk_of_memory_that_is_not_known_travels) {
     struct model *m = open_model(1, 8192, (size_t)LAYERS * 4 * MOST_BYTES);
     struct layer *layer = &m->layers[0];
     const uint32_t one = 1;
@@ -498,7 +498,7 @@ static void a_chunk_of_memory_that_is_not_known_travels(void) {
 }
 
 /* Many chunks and few pieces; copies do not wait for the host. */
-static void chunks_take_turns_in_the_staging_memory(void) {
+CASE(chunks_take_turns_in_the_staging_memory) {
     struct world w;
     world_coded = 1;
     world_open(&w, 400000, -1);
@@ -543,7 +543,7 @@ static void chunks_take_turns_in_the_staging_memory(void) {
 }
 
 /* Its decodes run still, into bytes that are free again: the next copy comes after them. */
-static void a_copy_that_failed_after_decodes_leaves_them_loose(void) {
+CASE(a_copy_that_failed_after_decodes_leaves_them_loose) {
     struct world w;
     uint32_t unit, members[2];
     size_t offsets[2];
@@ -570,7 +570,7 @@ static void a_copy_that_failed_after_decodes_leaves_them_loose(void) {
 }
 
 /* The driver has refused to mark the ends of decodes: what comes after them knows all the same. */
-static void a_piece_whose_decode_has_no_mark_is_used_after_it(void) {
+CASE(a_piece_whose_decode_has_no_mark_is_used_after_it) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
         struct world w;
         struct oo_event *stale[OO_STAGING_PIECES];
@@ -613,7 +613,7 @@ static void refused(struct model *m, const struct oo_tensor *tensor, int trainab
           oo_status_name(status), says, oo_error_message());
 }
 
-static void what_is_no_coded_master_is_refused(void) {
+CASE(what_is_no_coded_master_is_refused) {
     struct model *m = open_model(2, 2048, 4 * MOST_BYTES);
     const struct oo_tensor good = m->layers[0].tensors[0];
     struct oo_tensor bad = good;
@@ -661,7 +661,7 @@ static void what_is_no_coded_master_is_refused(void) {
     close_model(m, "refused");
 }
 
-static void a_unit_is_trained_once_its_codes_have_left(void) {
+CASE(a_unit_is_trained_once_its_codes_have_left) {
     struct model *m = open_model(1, 1024, (size_t)4 * MOST_BYTES);
     const struct layer *layer = &m->layers[0];
     const struct oo_tensor plain = {.host = layer->plain[1], .bytes = layer->tensors[1].bytes};
@@ -683,7 +683,7 @@ static void a_unit_is_trained_once_its_codes_have_left(void) {
 }
 
 /* Where what stays cannot be read again, all of the unit travels as before, once it is whole. */
-static void codes_that_left_a_unit_travel_no_more(void) {
+CASE(codes_that_left_a_unit_travel_no_more) {
     struct model *m = open_model(1, 1024, (size_t)4 * MOST_BYTES);
     struct layer *layer = &m->layers[0];
     struct oo_tensor plain = {.host = layer->tensors[1].host, .bytes = layer->tensors[1].bytes};
@@ -711,7 +711,7 @@ static void codes_that_left_a_unit_travel_no_more(void) {
     close_model(m, "left");
 }
 
-static void a_trainable_unit_takes_no_coded_master(void) {
+CASE(a_trainable_unit_takes_no_coded_master) {
     struct world w;
     uint32_t unit;
     size_t offset;
@@ -729,7 +729,7 @@ static void a_trainable_unit_takes_no_coded_master(void) {
     world_close(&w, "trainable");
 }
 
-static void coded_masters_are_not_read_where_they_lie(void) {
+CASE(coded_masters_are_not_read_where_they_lie) {
     struct model *m = open_model(1, 2048, 4 * MOST_BYTES);
     const struct oo_request request = {.member = m->layers[0].member, .stream = m->stream};
     uintptr_t address = 1;
@@ -738,7 +738,7 @@ static void coded_masters_are_not_read_where_they_lie(void) {
     close_model(m, "mapped");
 }
 
-static void a_build_or_driver_that_cannot_decode_says_so(void) {
+CASE(a_build_or_driver_that_cannot_decode_says_so) {
     struct oo_engine *engine;
     uint32_t lease;
     uintptr_t stream;
@@ -788,7 +788,7 @@ static void flip(char *bytes, size_t at, unsigned bit) {
 }
 
 /* Any bit of any header, at any use; any bit of a chunk where all is verified. */
-static void damage_is_told_and_never_decoded(void) {
+CASE(damage_is_told_and_never_decoded) {
     struct model *m = open_model(4 * N_KINDS, 2048, (size_t)LAYERS * 4 * MOST_BYTES);
     uint64_t told = 0;
     for (unsigned i = 0; i < m->n_layers; i++)
@@ -818,7 +818,7 @@ static void damage_is_told_and_never_decoded(void) {
 }
 
 /* Noise in what a unit is made of: it is refused, or travels, and nothing is read outside. */
-static void noise_is_refused_or_travels(void) {
+CASE(noise_is_refused_or_travels) {
     unsigned refusals = 0, units = 0;
     struct world w = {0};
     for (unsigned turn = 0; turn < 600; turn++) {
@@ -877,7 +877,7 @@ static void noise_is_refused_or_travels(void) {
 
 /* ---- memory that comes and goes ---- */
 
-static void without_room_in_staging_memory_a_unit_does_not_travel(void) {
+CASE(without_room_in_staging_memory_a_unit_does_not_travel) {
     struct model *m = open_model(3, 1 << 20, (size_t)LAYERS * 4 * MOST_BYTES);
     need(use_layer(m, 0, "with"), "with");
     need(oo_engine_refresh(m->engine, OO_ALL_MODELS), "refresh");
@@ -940,13 +940,13 @@ static void copy_behind_a_chunk(int noise) {
     close_model(m, "behind a chunk");
 }
 
-static void a_plain_tensor_behind_a_chunk_is_copied_by_itself(void) {
+CASE(a_plain_tensor_behind_a_chunk_is_copied_by_itself) {
     for (int noise = 0; noise < 2; noise++)
         copy_behind_a_chunk(noise);
 }
 
 /* What a kernel need not decode passes no staging memory, however large it is. */
-static void noise_needs_no_room_in_staging_memory(void) {
+CASE(noise_needs_no_room_in_staging_memory) {
     enum { WEIGHTS = 16 * 1024 };
     struct model *m = open_model(1, 2048, 2 * (size_t)WEIGHTS);
     struct oo_host *host;
@@ -976,7 +976,7 @@ static void noise_needs_no_room_in_staging_memory(void) {
     free(weights);
 }
 
-static void masters_become_coded_and_plain_again(void) {
+CASE(masters_become_coded_and_plain_again) {
     struct world w;
     uint32_t unit;
     size_t offset;
@@ -1004,7 +1004,7 @@ static void masters_become_coded_and_plain_again(void) {
 }
 
 /* A thread that must not wait does not wait for a piece that a copy thread has. */
-static void a_nonblocking_release_leaves_decodes_beside_feeds_for_later(void) {
+CASE(a_nonblocking_release_leaves_decodes_beside_feeds_for_later) {
     for (unsigned fed = 0; fed < 2; fed++) {
         struct model *m = open_model(LAYERS, 1024, (size_t)LAYERS * 4 * MOST_BYTES);
         const uint32_t first = m->layers[0].member;
@@ -1030,7 +1030,7 @@ static void a_nonblocking_release_leaves_decodes_beside_feeds_for_later(void) {
     }
 }
 
-static void a_nonblocking_release_copies_beside_feeds_what_is_not_decoded(void) {
+CASE(a_nonblocking_release_copies_beside_feeds_what_is_not_decoded) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -1098,7 +1098,7 @@ static void check_rows(struct model *m) {
 }
 
 /* Twice: the events of the second timeline have been recorded before. */
-static void each_decode_has_its_row(void) {
+CASE(each_decode_has_its_row) {
     struct model *m = open_model(LAYERS, 1024, (size_t)LAYERS * 4 * MOST_BYTES);
     for (int round = 0; round < 2; round++)
         check_rows(m);
@@ -1169,7 +1169,7 @@ static double forward_s(int coded, double kernel_s, const char *plain, char *sta
 }
 
 /* Simulated: a decode takes what nine tenths of the memory's speed allow. */
-static void a_step_bound_by_the_link_takes_three_quarters_of_its_time(void) {
+CASE(a_step_bound_by_the_link_takes_three_quarters_of_its_time) {
     char *plain = malloc(2 * (size_t)MANY), *staging = malloc(4 * (2 * (size_t)MANY + 4096));
     seed = 8;
     draw_weights(OO_CODEC_BF16, GAUSSIAN, MANY, plain);
@@ -1185,39 +1185,4 @@ static void a_step_bound_by_the_link_takes_three_quarters_of_its_time(void) {
     free(staging);
 }
 
-static const struct check_case cases[] = {
-    CASE(each_kind_mode_and_memory_gives_its_bits),
-    CASE(what_travels_is_counted_as_it_is_coded),
-    CASE(a_chunk_passes_through_the_ring_in_steps),
-    CASE(a_chunk_of_which_a_read_fails_is_not_decoded),
-#if !defined(_WIN32)
-    CASE(no_use_looks_at_what_is_in_a_file),
-    CASE(headers_that_memory_has_are_not_looked_at),
-    CASE(headers_of_a_file_that_was_cut_off_are_not_kept),
-#endif
-    CASE(a_locked_chunk_passes_through_no_ring),
-    CASE(a_chunk_of_memory_that_is_not_known_travels),
-    CASE(a_copy_that_failed_after_decodes_leaves_them_loose),
-    CASE(chunks_take_turns_in_the_staging_memory),
-    CASE(a_piece_whose_decode_has_no_mark_is_used_after_it),
-    CASE(what_is_no_coded_master_is_refused),
-    CASE(a_unit_is_trained_once_its_codes_have_left),
-    CASE(codes_that_left_a_unit_travel_no_more),
-    CASE(a_trainable_unit_takes_no_coded_master),
-    CASE(coded_masters_are_not_read_where_they_lie),
-    CASE(a_build_or_driver_that_cannot_decode_says_so),
-    CASE(damage_is_told_and_never_decoded),
-    CASE(noise_is_refused_or_travels),
-    CASE(without_room_in_staging_memory_a_unit_does_not_travel),
-    CASE(a_plain_tensor_behind_a_chunk_is_copied_by_itself),
-    CASE(noise_needs_no_room_in_staging_memory),
-    CASE(masters_become_coded_and_plain_again),
-    CASE(each_decode_has_its_row),
-    CASE(a_step_bound_by_the_link_takes_three_quarters_of_its_time),
-    CASE(a_nonblocking_release_leaves_decodes_beside_feeds_for_later),
-    CASE(a_nonblocking_release_copies_beside_feeds_what_is_not_decoded),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -2,7 +2,7 @@
  * stream is refused. */
 #include "world.h"
 
-static void test_the_callers_context_is_left_as_it_was(void) {
+CASE(test_the_callers_context_is_left_as_it_was) {
     struct world w;
     OOCUcontext current = NULL;
     world_open(&w, 60000, -1);
@@ -22,7 +22,7 @@ static void test_the_callers_context_is_left_as_it_was(void) {
 }
 
 /* A thread that asks for it keeps the context, and pays for it no more. */
-static void test_a_context_that_was_asked_for_stays(void) {
+CASE(test_a_context_that_was_asked_for_stays) {
     struct world w;
     OOCUcontext other = NULL, current = NULL;
     CHECK(sim.simSetDeviceCount(2) == 0, "no second device");
@@ -55,7 +55,7 @@ static void test_a_context_that_was_asked_for_stays(void) {
 }
 
 /* A thread that computes on another device: its context comes back after every call. */
-static void test_a_context_of_another_device(void) {
+CASE(test_a_context_of_another_device) {
     struct world w;
     OOCUcontext other = NULL, current = NULL;
     CHECK(sim.simSetDeviceCount(2) == 0, "no second device");
@@ -73,7 +73,7 @@ static void test_a_context_of_another_device(void) {
 
 /* A release succeeds even where the context cannot be made current, and pops none that it did not
  * push. */
-static void test_a_release_without_a_context(void) {
+CASE(test_a_release_without_a_context) {
     struct world w;
     OOCUcontext other = NULL, current = NULL;
     struct oo_use held;
@@ -101,7 +101,7 @@ static void test_a_release_without_a_context(void) {
 }
 
 /* Without a context no mark can be set, and nothing of it is tried. */
-static void test_a_release_without_a_context_asks_the_driver_for_nothing(void) {
+CASE(test_a_release_without_a_context_asks_the_driver_for_nothing) {
     static const char *const calls[] = {"cuEventRecord", "cuStreamWaitEvent", "cuEventCreate",
                                         "cuEventQuery", "cuEventElapsedTime"};
     struct world w;
@@ -157,7 +157,7 @@ static void test_a_release_without_a_context_asks_the_driver_for_nothing(void) {
     world_close(&w, "no context");
 }
 
-static void test_a_lock_that_loses_the_context_names_itself(void) {
+CASE(test_a_lock_that_loses_the_context_names_itself) {
     struct oo_engine *engine;
     struct oo_host *host;
     need(oo_engine_create(sim.path, 0, &engine), "create");
@@ -175,7 +175,7 @@ static void test_a_lock_that_loses_the_context_names_itself(void) {
 }
 
 /* Every call says so when it cannot make the context current, and changes nothing. */
-static void test_each_call_needs_the_context(void) {
+CASE(test_each_call_needs_the_context) {
     struct world w;
     uintptr_t stream;
     size_t free_bytes = 77, total_bytes, offset, count;
@@ -242,7 +242,7 @@ static void test_each_call_needs_the_context(void) {
     world_close(&w, "context");
 }
 
-static void test_a_capturing_stream_is_refused(void) {
+CASE(test_a_capturing_stream_is_refused) {
     struct world w;
     struct oo_use use;
     void *graph = NULL;
@@ -274,17 +274,4 @@ static void test_a_capturing_stream_is_refused(void) {
     world_close(&w, "capture");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_the_callers_context_is_left_as_it_was),
-    CASE(test_a_context_that_was_asked_for_stays),
-    CASE(test_a_context_of_another_device),
-    CASE(test_a_release_without_a_context),
-    CASE(test_a_release_without_a_context_asks_the_driver_for_nothing),
-    CASE(test_a_lock_that_loses_the_context_names_itself),
-    CASE(test_each_call_needs_the_context),
-    CASE(test_a_capturing_stream_is_refused),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -43,7 +43,7 @@ static uint64_t hold_and_write(struct world *w, unsigned first) {
     return stats_of(w).host_waits - waits;
 }
 
-static void a_step_after_its_gradients_waits_for_nothing(void) {
+CASE(a_step_after_its_gradients_waits_for_nothing) {
     for (size_t arena = 60000; arena <= 400000; arena += 340000) {
         struct world w;
         world_open(&w, arena, 0);
@@ -55,7 +55,7 @@ static void a_step_after_its_gradients_waits_for_nothing(void) {
     }
 }
 
-static void a_step_after_a_forward_alone_waits_once(void) {
+CASE(a_step_after_a_forward_alone_waits_once) {
     struct world w;
     world_open(&w, 60000, 0);
     train(&w);
@@ -66,7 +66,7 @@ static void a_step_after_a_forward_alone_waits_once(void) {
     world_close(&w, "forward");
 }
 
-static void copies_of_frozen_weights_are_not_waited_for(void) {
+CASE(copies_of_frozen_weights_are_not_waited_for) {
     struct world w;
     world_open(&w, 400000, 20);
     for (unsigned i = 20; i < UNITS; i++)
@@ -82,7 +82,7 @@ static void copies_of_frozen_weights_are_not_waited_for(void) {
 }
 
 /* The gradient came after some copies, and not after one that no stream has waited for. */
-static void a_copy_ahead_is_waited_for(void) {
+CASE(a_copy_ahead_is_waited_for) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -97,7 +97,7 @@ static void a_copy_ahead_is_waited_for(void) {
 }
 
 /* Frozen masters, too, may be rewritten once it has settled. */
-static void what_has_settled_may_be_rewritten(void) {
+CASE(what_has_settled_may_be_rewritten) {
     for (int locked = 0; locked < 2; locked++) {
         struct world w;
         if (!locked)
@@ -124,7 +124,7 @@ static void what_has_settled_may_be_rewritten(void) {
 }
 
 /* While a copy thread still has masters to read, settling does not return: who goes on writes. */
-static void copy_threads_are_waited_for(void) {
+CASE(copy_threads_are_waited_for) {
     enum { BYTES = 32 << 20 };
     struct world w;
     struct oo_host *host;
@@ -163,7 +163,7 @@ static void open_one_by_one(struct world *w) {
         oo_plan_allow(w->engine->plan, w->unit[i], 0);
 }
 
-static void a_gradient_tells_of_its_own_stream_alone(void) {
+CASE(a_gradient_tells_of_its_own_stream_alone) {
     for (int ours = 0; ours < 2; ours++) {
         struct world w;
         open_one_by_one(&w);
@@ -177,7 +177,7 @@ static void a_gradient_tells_of_its_own_stream_alone(void) {
 }
 
 /* What the stream before had waited for is not what this one comes after. */
-static void a_gradient_tells_nothing_of_a_stream_with_the_same_handle(void) {
+CASE(a_gradient_tells_nothing_of_a_stream_with_the_same_handle) {
     struct world w;
     open_one_by_one(&w);
     uintptr_t stream = new_stream(&w);
@@ -189,7 +189,7 @@ static void a_gradient_tells_nothing_of_a_stream_with_the_same_handle(void) {
     world_close(&w, "same handle");
 }
 
-static void what_two_streams_wait_for_is_told_apart(void) {
+CASE(what_two_streams_wait_for_is_told_apart) {
     struct world w;
     open_one_by_one(&w);
     const uintptr_t other = 0; /* the default stream */
@@ -211,7 +211,7 @@ static void what_two_streams_wait_for_is_told_apart(void) {
 }
 
 /* A gradient may come late, after a wait from which more is known. */
-static void what_is_known_is_never_less(void) {
+CASE(what_is_known_is_never_less) {
     struct world w;
     open_one_by_one(&w);
     touch(&w, 3, OO_FORWARD, w.stream);
@@ -226,7 +226,7 @@ static void what_is_known_is_never_less(void) {
 }
 
 /* It stays until its use ends, and so it may be written while its copy reads it. */
-static void a_copy_of_what_is_in_use_is_waited_for(void) {
+CASE(a_copy_of_what_is_in_use_is_waited_for) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -237,7 +237,7 @@ static void a_copy_of_what_is_in_use_is_waited_for(void) {
     world_close(&w, "in use");
 }
 
-static void a_wait_that_fails_is_made_again(void) {
+CASE(a_wait_that_fails_is_made_again) {
     struct world w;
     open_one_by_one(&w);
     touch(&w, 3, OO_FORWARD, w.stream);
@@ -247,7 +247,7 @@ static void a_wait_that_fails_is_made_again(void) {
     world_close(&w, "fault");
 }
 
-static void a_wait_that_was_not_queued_tells_nothing(void) {
+CASE(a_wait_that_was_not_queued_tells_nothing) {
     struct world w;
     struct oo_use use;
     open_one_by_one(&w);
@@ -259,7 +259,7 @@ static void a_wait_that_was_not_queued_tells_nothing(void) {
     world_close(&w, "not queued");
 }
 
-static void a_gradient_that_has_not_arrived_tells_nothing(void) {
+CASE(a_gradient_that_has_not_arrived_tells_nothing) {
     static char gradient[512], target[512];
     for (unsigned nth = 1; nth <= 2; nth++) { /* of the ring's piece, and of the gradient */
         struct world w;
@@ -276,7 +276,7 @@ static void a_gradient_that_has_not_arrived_tells_nothing(void) {
 }
 
 /* When a trip out has been awaited, all that its stream waited for before has ended. */
-static void a_trip_that_has_not_arrived_tells_nothing(void) {
+CASE(a_trip_that_has_not_arrived_tells_nothing) {
     static char bytes[512];
     for (unsigned failed = 0; failed < 2; failed++) {
         struct world w;
@@ -301,7 +301,7 @@ static void a_trip_that_has_not_arrived_tells_nothing(void) {
 }
 
 /* A copy that failed half-way reads masters as well. */
-static void a_copy_that_failed_half_way_is_waited_for(void) {
+CASE(a_copy_that_failed_half_way_is_waited_for) {
     struct world w;
     struct oo_use use;
     open_one_by_one(&w);
@@ -355,7 +355,7 @@ static void end_moved(struct world *w, struct oo_host *host, const char *where) 
     CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
 }
 
-static void only_what_the_device_reads_in_place_counts(void) {
+CASE(only_what_the_device_reads_in_place_counts) {
     for (int both = 0; both < 2; both++) {
         struct world w;
         open_one_by_one(&w);
@@ -371,7 +371,7 @@ static void only_what_the_device_reads_in_place_counts(void) {
 
 /* The copy threads queue a copy when they come to it. Its number is given when that is noticed, and
  * may be above that of a copy that was queued behind it. */
-static void the_copy_threads_copies_do_not_tell_of_others(void) {
+CASE(the_copy_threads_copies_do_not_tell_of_others) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -397,27 +397,4 @@ static void the_copy_threads_copies_do_not_tell_of_others(void) {
     end_moved(&w, host, "behind");
 }
 
-static const struct check_case cases[] = {
-    CASE(a_step_after_its_gradients_waits_for_nothing),
-    CASE(a_step_after_a_forward_alone_waits_once),
-    CASE(copies_of_frozen_weights_are_not_waited_for),
-    CASE(a_copy_ahead_is_waited_for),
-    CASE(what_has_settled_may_be_rewritten),
-    CASE(copy_threads_are_waited_for),
-    CASE(a_gradient_tells_of_its_own_stream_alone),
-    CASE(a_gradient_tells_nothing_of_a_stream_with_the_same_handle),
-    CASE(what_two_streams_wait_for_is_told_apart),
-    CASE(what_is_known_is_never_less),
-    CASE(a_wait_that_fails_is_made_again),
-    CASE(a_copy_of_what_is_in_use_is_waited_for),
-    CASE(a_wait_that_was_not_queued_tells_nothing),
-    CASE(a_gradient_that_has_not_arrived_tells_nothing),
-    CASE(a_trip_that_has_not_arrived_tells_nothing),
-    CASE(a_copy_that_failed_half_way_is_waited_for),
-    CASE(only_what_the_device_reads_in_place_counts),
-    CASE(the_copy_threads_copies_do_not_tell_of_others),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

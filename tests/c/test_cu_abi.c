@@ -11,7 +11,6 @@
 #endif
 #endif
 
-#if defined(CUDA_VERSION)
 #define SAME_VALUE(ours, theirs)                                                                   \
     CHECK((long long)(ours) == (long long)(theirs), "%lld, cuda.h says %lld", (long long)(ours),   \
           (long long)(theirs))
@@ -20,7 +19,8 @@
           sizeof(theirs))
 #define SAME_ERROR(name) SAME_VALUE(OOCU_##name, CUDA_##name)
 
-static void the_abi_is_cuda_s(void) {
+CASE(the_abi_is_cuda_s) {
+#if defined(CUDA_VERSION)
     SAME_SIZE(OOCUresult, CUresult);
     SAME_SIZE(OOCUdevice, CUdevice);
     SAME_SIZE(OOCUcontext, CUcontext);
@@ -94,15 +94,9 @@ static void the_abi_is_cuda_s(void) {
     SAME_VALUE(OOCU_POINTER_ATTRIBUTE_DEVICE_POINTER, CU_POINTER_ATTRIBUTE_DEVICE_POINTER);
     SAME_VALUE(OOCU_MEMORYTYPE_HOST, CU_MEMORYTYPE_HOST);
     SAME_VALUE(OOCU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_DEVICE);
-}
 #else
-static void the_abi_is_cuda_s(void) {
     printf("no cuda.h on this machine: nothing to compare with\n");
-}
 #endif
+}
 
-static const struct check_case cases[] = {
-    CASE(the_abi_is_cuda_s),
-};
-
-int main(int argc, char **argv) { return check_main(argc, argv, cases, CHECK_COUNT(cases), NULL); }
+CHECK_MAIN(NULL)

@@ -99,7 +99,7 @@ static size_t round_trip(enum oo_codec_kind kind, enum what what, size_t count) 
 
 /* ---- cases ---- */
 
-static void the_kernel_gives_back_the_bits(void) {
+CASE(the_kernel_gives_back_the_bits) {
     static const size_t counts[] = {1, 2, 7, 31, 1023, 1024, 1025, 3000, 8192, MOST};
     int done = 0;
     seed = 1;
@@ -112,7 +112,7 @@ static void the_kernel_gives_back_the_bits(void) {
 
 /* Whatever index, planes and tails hold, bytes of the chunk alone are read, and the weights' alone
  * are written. Sanitizers see the others. */
-static void noise_leads_nowhere(void) {
+CASE(noise_leads_nowhere) {
     seed = 2;
     for (size_t k = 0; k < 3; k++)
         for (int turn = 0; turn < 60; turn++) {
@@ -132,7 +132,7 @@ static void noise_leads_nowhere(void) {
 
 /* 2^20 weights; with ORACLE_OFFLOAD_TEST_FAULT_STRIDE=all, 10^8. Those of chunks that need no
  * kernel do not count. */
-static void many_weights_come_back(void) {
+CASE(many_weights_come_back) {
     enum { CHUNK = 1 << 18 };
     const char *stride = getenv("ORACLE_OFFLOAD_TEST_FAULT_STRIDE");
     const uint64_t wanted = stride && strcmp(stride, "all") == 0 ? 100000000 : 1 << 20;
@@ -146,14 +146,8 @@ static void many_weights_come_back(void) {
     printf("%llu weights decoded by the kernel\n", (unsigned long long)decoded);
 }
 
-static const struct check_case cases[] = {
-    CASE(the_kernel_gives_back_the_bits),
-    CASE(noise_leads_nowhere),
-    CASE(many_weights_come_back),
-};
-
 int main(int argc, char **argv) {
-    const int result = check_main(argc, argv, cases, CHECK_COUNT(cases), NULL);
+    const int result = check_main(argc, argv, NULL);
     warp_end();
     return result;
 }

@@ -1,7 +1,7 @@
 /* An engine and its device: what it tells of it, its streams, how it begins and ends. */
 #include "world.h"
 
-static void test_an_engine_tells_its_device(void) {
+CASE(test_an_engine_tells_its_device) {
     struct world w;
     struct sim_device device;
     size_t free_bytes = 0, total_bytes = 0;
@@ -30,7 +30,7 @@ static void test_an_engine_tells_its_device(void) {
     world_close(&w, "tells");
 }
 
-static void test_each_status_has_its_name(void) {
+CASE(test_each_status_has_its_name) {
     static const char *const names[] = {
         "OO_OK",         "OO_WOULD_BLOCK",      "OO_LEAKED",        "OO_E_ARGUMENT",
         "OO_E_STATE",    "OO_E_MEMORY",         "OO_E_NO_ROOM",     "OO_E_LOCK_REFUSED",
@@ -46,7 +46,7 @@ static void test_each_status_has_its_name(void) {
 
 /* Those of which cuda.h says that the process must be relaunched, or that the context is gone; and
  * 999, which drivers keep on giving when they have lost the device. */
-static void test_after_which_errors_a_context_is_lost(void) {
+CASE(test_after_which_errors_a_context_is_lost) {
     static const int lost[] = {4,   214, 220, 226, 700, 702, 709, 710, 714,
                                715, 716, 717, 718, 719, 721, 810, 911, 999};
     for (int code = 0, i = 0; code < 1024; code++) {
@@ -56,7 +56,7 @@ static void test_after_which_errors_a_context_is_lost(void) {
     }
 }
 
-static void test_the_second_device(void) {
+CASE(test_the_second_device) {
     struct oo_engine *engine, *none;
     uintptr_t stream;
     struct sim_device device, original;
@@ -79,7 +79,7 @@ static void test_the_second_device(void) {
 
 /* The device serves copies before kernels that are waiting, and torch's default stream, which waits
  * for blocking streams, does not wait for them. */
-static void test_copies_have_the_greatest_priority_and_block_nobody(void) {
+CASE(test_copies_have_the_greatest_priority_and_block_nobody) {
     struct world w;
     int least = 0, greatest = 0, priority = 100;
     unsigned flags = 100;
@@ -105,7 +105,7 @@ static void test_copies_have_the_greatest_priority_and_block_nobody(void) {
     world_close(&w, "priority");
 }
 
-static void test_a_creation_that_fails_leaves_nothing(void) {
+CASE(test_a_creation_that_fails_leaves_nothing) {
     static const char *const calls[] = {"cuDeviceGetCount",
                                         "cuDeviceGet",
                                         "cuDeviceGetName",
@@ -139,7 +139,7 @@ static void test_a_creation_that_fails_leaves_nothing(void) {
     CHECK(sim_reset(&sim) == 0, "not reset");
 }
 
-static void test_an_engine_with_a_model_or_a_lease_and_no_memory_is_not_destroyed(void) {
+CASE(test_an_engine_with_a_model_or_a_lease_and_no_memory_is_not_destroyed) {
     struct oo_engine *engine;
     uint32_t model, lease;
     need(oo_engine_create(sim.path, 0, &engine), "create");
@@ -158,7 +158,7 @@ static void test_an_engine_with_a_model_or_a_lease_and_no_memory_is_not_destroye
 
 /* What the driver refuses to take back is reported in an error message at the end. The engine is
  * destroyed anyway, and an error that comes first keeps its message. */
-static void test_what_cannot_be_given_back_is_told(void) {
+CASE(test_what_cannot_be_given_back_is_told) {
     static const char *const calls[] = {"cuStreamDestroy", "cuEventDestroy",
                                         "cuDevicePrimaryCtxRelease", "cuCtxPopCurrent"};
     for (unsigned i = 0; i < 4; i++) {
@@ -196,17 +196,4 @@ static void test_what_cannot_be_given_back_is_told(void) {
     }
 }
 
-static const struct check_case cases[] = {
-    CASE(test_an_engine_tells_its_device),
-    CASE(test_each_status_has_its_name),
-    CASE(test_after_which_errors_a_context_is_lost),
-    CASE(test_the_second_device),
-    CASE(test_copies_have_the_greatest_priority_and_block_nobody),
-    CASE(test_a_creation_that_fails_leaves_nothing),
-    CASE(test_an_engine_with_a_model_or_a_lease_and_no_memory_is_not_destroyed),
-    CASE(test_what_cannot_be_given_back_is_told),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

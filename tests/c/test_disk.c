@@ -151,7 +151,7 @@ static void end(struct world *w, const char *where) {
     file_delete(path);
 }
 
-static void what_is_in_a_file_is_read_from_it(void) {
+CASE(what_is_in_a_file_is_read_from_it) {
     struct world w;
     begin(&w, 100000);
     CHECK(n_reads == 0 && stats_of(&w).disk_bytes == w.total && stats_of(&w).pageable_bytes == 0,
@@ -183,7 +183,7 @@ static struct sim_device give_disk(void) {
 
 /* A device with a disk of its own in virtual time: what is read takes that, copies and kernels go
  * on meanwhile, and the bits are the same. No wait for the disk is in a forward's seconds. */
-static void reads_take_the_time_of_the_disk(void) {
+CASE(reads_take_the_time_of_the_disk) {
     const struct sim_device before = give_disk();
     struct world w;
     begin(&w, 100000);
@@ -213,7 +213,7 @@ static void reads_take_the_time_of_the_disk(void) {
 
 /* Two models, used in turns, have one row of reads: the disk does all of them one after the other,
  * whichever model's they are, and never rests. */
-static void two_models_share_the_time_of_the_disk(void) {
+CASE(two_models_share_the_time_of_the_disk) {
     const struct sim_device before = give_disk();
     struct world w;
     begin(&w, 100000);
@@ -281,7 +281,7 @@ static void fail_at(unsigned nth, int is_lasting, const char *said) {
     end(&w, "a read failed");
 }
 
-static void whichever_read_fails_the_next_step_is_right(void) {
+CASE(whichever_read_fails_the_next_step_is_right) {
     struct world w;
     begin(&w, 100000);
     need(step(&w), "step");
@@ -307,7 +307,7 @@ static void read_though_direct_reads_are_refused(struct world *w) {
     CHECK(stats_of(w).disk_read_bytes == stats_of(w).h2d_bytes, "what was not read");
 }
 
-static void where_direct_reads_are_refused_the_cache_is_used(void) {
+CASE(where_direct_reads_are_refused_the_cache_is_used) {
     static const int refusals[] = {EINVAL, EOPNOTSUPP, EFAULT};
     struct world w;
     for (int i = 0; i < 3; i++) {
@@ -327,7 +327,7 @@ static void where_direct_reads_are_refused_the_cache_is_used(void) {
     end(&w, "not opened");
 }
 
-static void a_read_says_how_much_came(void) {
+CASE(a_read_says_how_much_came) {
     struct world w;
     begin(&w, 100000);
     char *room = oo_host_address(w.host);
@@ -342,7 +342,7 @@ static void a_read_says_how_much_came(void) {
     end(&w, "read");
 }
 
-static void where_nothing_can_be_locked_it_is_read_all_the_same(void) {
+CASE(where_nothing_can_be_locked_it_is_read_all_the_same) {
     sim.simRefuseRegistration(1);
     sim.simLockQuota(0);
     struct world w;
@@ -360,7 +360,7 @@ static void where_nothing_can_be_locked_it_is_read_all_the_same(void) {
     end(&w, "without a ring");
 }
 
-static void what_is_written_in_memory_counts(void) {
+CASE(what_is_written_in_memory_counts) {
     struct world w;
     begin(&w, 100000);
     need(step(&w), "step");
@@ -381,7 +381,7 @@ static void what_is_written_in_memory_counts(void) {
     end(&w, "written");
 }
 
-static void a_hit_sees_that_memory_was_written(void) {
+CASE(a_hit_sees_that_memory_was_written) {
     struct world w;
     begin(&w, 400000); /* all of it */
     need(step(&w), "step");
@@ -409,7 +409,7 @@ static void end_keeping(struct world *w, const char *where) {
     keeps = 0;
 }
 
-static void what_has_a_place_is_read_once(void) {
+CASE(what_has_a_place_is_read_once) {
     struct world w;
     begin_keeping(&w);
     CHECK(n_reads == 0 && oo_host_arrived(kept_in) == 0 && stats_of(&w).disk_arrived_bytes == 0 &&
@@ -448,7 +448,7 @@ static void what_has_a_place_is_read_once(void) {
 }
 
 /* Two tensors side by side in a file, of which memory keeps one: they travel apart. */
-static void what_is_kept_of_a_unit_travels_apart(void) {
+CASE(what_is_kept_of_a_unit_travels_apart) {
     enum { UNIT = 4, HALF = 8192 };
     for (int nth = 0; nth < 2; nth++) {
         struct world w;
@@ -487,7 +487,7 @@ static void what_is_kept_of_a_unit_travels_apart(void) {
     }
 }
 
-static void whatever_fails_while_it_arrives_the_next_step_is_right(void) {
+CASE(whatever_fails_while_it_arrives_the_next_step_is_right) {
     struct world w;
     for (unsigned nth = 1; nth <= UNITS; nth++) {
         begin_keeping(&w);
@@ -502,7 +502,7 @@ static void whatever_fails_while_it_arrives_the_next_step_is_right(void) {
     }
 }
 
-static void nothing_of_another_file_is_kept(void) {
+CASE(nothing_of_another_file_is_kept) {
     struct world w;
     begin_keeping(&w);
     const struct oo_file_state was = file_state(path);
@@ -515,7 +515,7 @@ static void nothing_of_another_file_is_kept(void) {
     end_keeping(&w, "another file");
 }
 
-static void a_write_counts_more_than_what_is_kept(void) {
+CASE(a_write_counts_more_than_what_is_kept) {
     struct world w;
     begin_keeping(&w);
     memset(w.master[2], 0x71, w.bytes[2]); /* before it has arrived */
@@ -530,7 +530,7 @@ static void a_write_counts_more_than_what_is_kept(void) {
     end_keeping(&w, "written");
 }
 
-static void a_room_goes_before_its_file_or_after_it(void) {
+CASE(a_room_goes_before_its_file_or_after_it) {
     for (int is_first = 0; is_first < 2; is_first++) {
         struct world w;
         begin_keeping(&w);
@@ -600,15 +600,15 @@ static void a_room_waits_until_no_copy_is_under_way(void (*change)(void *)) {
     end_keeping(&w, "changed");
 }
 
-static void a_room_is_locked_when_no_copy_is_under_way(void) {
+CASE(a_room_is_locked_when_no_copy_is_under_way) {
     a_room_waits_until_no_copy_is_under_way(unlock_it);
 }
-static void another_room_is_taken_when_no_copy_is_under_way(void) {
+CASE(another_room_is_taken_when_no_copy_is_under_way) {
     a_room_waits_until_no_copy_is_under_way(keep_nothing);
 }
 
 /* What is in the arena stays there; a room that is left may go at once. */
-static void what_is_kept_may_change_in_the_middle(void) {
+CASE(what_is_kept_may_change_in_the_middle) {
     struct world w;
     struct oo_host *left = NULL;
     begin_keeping(&w);
@@ -654,7 +654,7 @@ static const char *bring(const struct world *w, const struct oo_part *part, cons
 }
 
 /* Of what is read the pages are here, so that a page of two chunks arrives with either. */
-static void whole_pages_are_kept(void) {
+CASE(whole_pages_are_kept) {
     enum { UNIT = 4 };
     struct world w;
     begin_keeping(&w);
@@ -688,7 +688,7 @@ static ptrdiff_t one_less(int file, void *target, size_t bytes, uint64_t begins)
 }
 
 /* What is behind the masters in their last page is kept as well. */
-static void a_read_that_ends_in_its_last_page_is_short(void) {
+CASE(a_read_that_ends_in_its_last_page_is_short) {
     enum { UNIT = 4 };
     struct world w;
     begin_keeping(&w);
@@ -710,7 +710,7 @@ static void a_read_that_ends_in_its_last_page_is_short(void) {
 }
 
 /* As of a file system that has no direct reads, which says so when the file is opened. */
-static void a_file_without_direct_reads_is_opened(void) {
+CASE(a_file_without_direct_reads_is_opened) {
     const char *const name = "/proc/version";
     const int file = oo__file_open(name, 0), refusing = oo__file_open(name, 1);
     if (file >= 0 && refusing < 0 && errno == EINVAL) {
@@ -725,7 +725,7 @@ static void a_file_without_direct_reads_is_opened(void) {
         oo__file_close(refusing);
 }
 
-static void what_cannot_be_kept(void) {
+CASE(what_cannot_be_kept) {
     struct world w;
     begin_keeping(&w);
     const size_t all = oo_host_bytes(w.host);
@@ -765,7 +765,7 @@ static void what_cannot_be_kept(void) {
 }
 
 #if !defined(_WIN32) /* which keeps a file that is mapped from being cut off */
-static void nothing_is_touched_before_it_is_read(void) {
+CASE(nothing_is_touched_before_it_is_read) {
     struct world w;
     begin(&w, 100000);
     file_set_bytes(path, 0); /* touching it ends the process now */
@@ -777,7 +777,7 @@ static void nothing_is_touched_before_it_is_read(void) {
 #endif
 
 /* The threads that read go with the last file. */
-static void threads_that_read_end_with_the_files(void) {
+CASE(threads_that_read_end_with_the_files) {
     struct world w;
     begin(&w, 100000);
     const size_t least =
@@ -825,7 +825,7 @@ static void change_back(int change, const struct oo_file_state *was) {
     file_set_time(path, was->written_s, was->written_ns);
 }
 
-static void a_file_that_was_written_is_refused_until_it_is_as_it_was(void) {
+CASE(a_file_that_was_written_is_refused_until_it_is_as_it_was) {
     struct world w;
     begin(&w, 100000);
     need(step(&w), "step");
@@ -850,7 +850,7 @@ static void a_file_that_was_written_is_refused_until_it_is_as_it_was(void) {
 
 #if !defined(_WIN32) /* Wine forgets the volume of a file that was renamed */
 /* The file that is open is what is read, whatever has its name. */
-static void its_name_does_not_matter(void) {
+CASE(its_name_does_not_matter) {
     struct world w;
     char away[80];
     begin(&w, 100000);
@@ -870,7 +870,7 @@ static void its_name_does_not_matter(void) {
 }
 
 /* No descriptor is left for direct reads: that is no refusal of the file system's. */
-static void where_no_descriptor_is_left_it_is_said(void) {
+CASE(where_no_descriptor_is_left_it_is_said) {
     struct world w;
     struct rlimit was, none;
     struct oo_host *host = NULL;
@@ -906,7 +906,7 @@ static int brought(const struct world *w, unsigned unit, char *room) {
 
 /* Pages that are not written are the file's: memory is used as long as that is the same, or where
  * all of them were written. */
-static void memory_counts_where_all_of_it_is_known(void) {
+CASE(memory_counts_where_all_of_it_is_known) {
     enum { UNIT = 4 }; /* of several pages */
     struct world w;
     begin(&w, 100000);
@@ -931,7 +931,7 @@ static void memory_counts_where_all_of_it_is_known(void) {
     end(&w, "written in part");
 }
 
-static void another_file_than_the_callers_is_not_opened(void) {
+CASE(another_file_than_the_callers_is_not_opened) {
     struct world w;
     struct oo_host *host = NULL;
     world_begin(&w);
@@ -955,7 +955,7 @@ static void another_file_than_the_callers_is_not_opened(void) {
     CHECK(sim_reset(&sim) == 0, "no reset");
 }
 
-static void a_file_is_not_locked(void) {
+CASE(a_file_is_not_locked) {
     struct world w;
     begin(&w, 100000);
     struct oo_host *host;
@@ -995,8 +995,8 @@ static void a_unit_of_several_pieces(int has_ring) {
     need(oo_host_destroy(kept_in), "the room");
 }
 
-static void a_unit_travels_in_pieces(void) { a_unit_of_several_pieces(1); }
-static void a_unit_travels_in_pieces_without_a_ring(void) { a_unit_of_several_pieces(0); }
+CASE(a_unit_travels_in_pieces) { a_unit_of_several_pieces(1); }
+CASE(a_unit_travels_in_pieces_without_a_ring) { a_unit_of_several_pieces(0); }
 
 /* Bring units at the same time, in this order. */
 static void feed_all(struct world *w, const unsigned *order, unsigned count, const uintptr_t *to) {
@@ -1057,7 +1057,7 @@ static void read_while_the_host_waits(struct world *w, const uintptr_t *to) {
 /* Twelve pieces of either kind, first those that memory has. A piece takes the link 0.5 ms, and the
  * disk 2.1 ms: the link brings some that are kept between two that are read, and not all of them
  * one after the other. */
-static void pieces_of_both_kinds_take_turns_on_the_link(void) {
+CASE(pieces_of_both_kinds_take_turns_on_the_link) {
     enum { SMALL = OO_ALIGNMENT };
     struct sim_device before, device;
     struct world w;
@@ -1221,7 +1221,7 @@ static void end_in_turn(struct world *w) {
     end(w, "in turn");
 }
 
-static void a_place_that_is_left_while_a_read_is_awaited_is_used(void) {
+CASE(a_place_that_is_left_while_a_read_is_awaited_is_used) {
     struct world w;
     struct oo_use large;
     struct oo_fetched fetched;
@@ -1240,7 +1240,7 @@ static void a_place_that_is_left_while_a_read_is_awaited_is_used(void) {
 }
 
 /* A use whose end nothing marks may not have ended. */
-static void a_place_whose_use_is_lost_would_hold_up(void) {
+CASE(a_place_whose_use_is_lost_would_hold_up) {
     struct world w;
     begin_in_turn(&w);
     use_alone(&w, OTHER, read_in_turn);
@@ -1250,7 +1250,7 @@ static void a_place_whose_use_is_lost_would_hold_up(void) {
 }
 
 /* Where nothing is fed, and where no file is read. */
-static void a_copy_that_holds_up_no_read_begins(void) {
+CASE(a_copy_that_holds_up_no_read_begins) {
     for (int reads = 0; reads < 2; reads++) {
         struct world w;
         begin_in_turn(&w);
@@ -1342,7 +1342,7 @@ static unsigned use_for(struct world *w, unsigned i, double seconds, int flags, 
 /* The last small one wants the place of the first one, whose kernel takes a second. The host waits
  * for that before it is three visits ahead, and not before: then the kernel of the visit between is
  * still to run. What no event tells of is not waited for. */
-static void a_host_that_is_far_ahead_waits_for_the_device(void) {
+CASE(a_host_that_is_far_ahead_waits_for_the_device) {
     static const unsigned turn[] = {FIRST, LARGE, LARGE, LARGE, LAST, OTHER};
     for (int is_lost = 0; is_lost < 2; is_lost++) {
         struct world w;
@@ -1365,7 +1365,7 @@ static void a_host_that_is_far_ahead_waits_for_the_device(void) {
 /* When a unit is released, the kernels that follow are still to be launched: its forward takes
  * until then, and no wait of the host shall count. The one before is in memory, and its acquire
  * does not wait. */
-static void no_host_waits_for_the_device_when_it_releases(void) {
+CASE(no_host_waits_for_the_device_when_it_releases) {
     static const unsigned turn[] = {FIRST, LARGE, IN_MEMORY, LAST, OTHER};
     struct world w;
     begin_reading_apart(&w, turn, 5);
@@ -1392,7 +1392,7 @@ static ptrdiff_t read_after_near(int file, void *target, size_t bytes, uint64_t 
 
 /* While all threads read, copies from memory are queued: one behind the other, and in front of what
  * is to be read next. */
-static void copies_from_memory_are_queued_in_front(void) {
+CASE(copies_from_memory_are_queued_in_front) {
     enum { THERE = OO_READ_THREADS + 1, HERE = 4, BOTH = THERE + HERE };
     static const unsigned order[] = {THERE, THERE + 1, THERE + 2, THERE + 3, THERE - 1};
     struct world w;
@@ -1439,7 +1439,7 @@ static void copies_from_memory_are_queued_in_front(void) {
     end_keeping(&w, "in order");
 }
 
-static void a_read_that_is_measured_keeps_no_copy_from_memory(void) {
+CASE(a_read_that_is_measured_keeps_no_copy_from_memory) {
     enum { KEPT, READ, BOTH };
     struct world w;
     struct oo_event *ready[BOTH];
@@ -1475,53 +1475,4 @@ static void a_read_that_is_measured_keeps_no_copy_from_memory(void) {
     end_keeping(&w, "measured");
 }
 
-static const struct check_case cases[] = {
-    CASE(what_is_in_a_file_is_read_from_it),
-    CASE(reads_take_the_time_of_the_disk),
-    CASE(two_models_share_the_time_of_the_disk),
-    CASE(whichever_read_fails_the_next_step_is_right),
-    CASE(where_direct_reads_are_refused_the_cache_is_used),
-    CASE(a_read_says_how_much_came),
-    CASE(where_nothing_can_be_locked_it_is_read_all_the_same),
-    CASE(what_is_written_in_memory_counts),
-    CASE(a_hit_sees_that_memory_was_written),
-    CASE(what_has_a_place_is_read_once),
-    CASE(what_is_kept_of_a_unit_travels_apart),
-    CASE(whatever_fails_while_it_arrives_the_next_step_is_right),
-    CASE(nothing_of_another_file_is_kept),
-    CASE(a_write_counts_more_than_what_is_kept),
-    CASE(a_room_goes_before_its_file_or_after_it),
-    CASE(a_room_is_locked_when_no_copy_is_under_way),
-    CASE(another_room_is_taken_when_no_copy_is_under_way),
-    CASE(what_is_kept_may_change_in_the_middle),
-    CASE(whole_pages_are_kept),
-    CASE(a_read_that_ends_in_its_last_page_is_short),
-    CASE(a_file_without_direct_reads_is_opened),
-    CASE(what_cannot_be_kept),
-#if !defined(_WIN32)
-    CASE(nothing_is_touched_before_it_is_read),
-#endif
-    CASE(threads_that_read_end_with_the_files),
-    CASE(a_file_that_was_written_is_refused_until_it_is_as_it_was),
-#if !defined(_WIN32)
-    CASE(its_name_does_not_matter),
-    CASE(where_no_descriptor_is_left_it_is_said),
-#endif
-    CASE(memory_counts_where_all_of_it_is_known),
-    CASE(another_file_than_the_callers_is_not_opened),
-    CASE(a_file_is_not_locked),
-    CASE(pieces_of_both_kinds_take_turns_on_the_link),
-    CASE(a_place_that_is_left_while_a_read_is_awaited_is_used),
-    CASE(a_place_whose_use_is_lost_would_hold_up),
-    CASE(a_copy_that_holds_up_no_read_begins),
-    CASE(a_host_that_is_far_ahead_waits_for_the_device),
-    CASE(no_host_waits_for_the_device_when_it_releases),
-    CASE(copies_from_memory_are_queued_in_front),
-    CASE(a_read_that_is_measured_keeps_no_copy_from_memory),
-    CASE(a_unit_travels_in_pieces),
-    CASE(a_unit_travels_in_pieces_without_a_ring),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -52,7 +52,7 @@ static struct counted count_calls(struct world *w) {
  * stream is capturing, and to mark the use; and for a copy itself, its arrival, the use that it
  * waits for and the one that waits for it. A sixteenth of copies and waits is measured. The device
  * does nothing before it is waited for, so some uses look in vain what has left its queue. */
-static void test_calls_of_a_use(void) {
+CASE(test_calls_of_a_use) {
     const double looks = 1.0 / (1 + OO_USES_UNLOOKED);
     struct world w;
     open_with_context(&w, UNITS);
@@ -94,7 +94,7 @@ static OOCUresult OOCUDAAPI wait_event(OOCUstream stream, OOCUevent event, unsig
 }
 
 /* What orders carries no time: with the engine's reserves gone, each event is created before us. */
-static void test_only_measurements_have_timed_events(void) {
+CASE(test_only_measurements_have_timed_events) {
     struct world w;
     struct oo_trace_row *rows;
     size_t count;
@@ -134,7 +134,7 @@ static void test_only_measurements_have_timed_events(void) {
 }
 
 /* However long a step is, each of its copies is measured as often as the others. */
-static void test_samples_are_spread_evenly(void) {
+CASE(test_samples_are_spread_evenly) {
     struct world w;
     static unsigned measured[4096];
     static const unsigned periods[] = {1, 2, 13, 16, 21, 34, 304, 4096};
@@ -160,7 +160,7 @@ static void test_samples_are_spread_evenly(void) {
 }
 
 /* Uses whose copies take much longer than they: what the sample tells is what all of them tell. */
-static void test_stalls_of_a_sample_are_those_of_all(void) {
+CASE(test_stalls_of_a_sample_are_those_of_all) {
     struct world w;
     struct oo_trace_row *rows;
     size_t count;
@@ -196,13 +196,4 @@ static void test_stalls_of_a_sample_are_those_of_all(void) {
     sim.simSetDevice(0, &device);
 }
 
-static const struct check_case cases[] = {
-    CASE(test_calls_of_a_use),
-    CASE(test_only_measurements_have_timed_events),
-    CASE(test_samples_are_spread_evenly),
-    CASE(test_stalls_of_a_sample_are_those_of_all),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -10,7 +10,7 @@
 
 /* ---- bytes and counts ---- */
 
-static void test_bytes_are_right_under_every_schedule(void) {
+CASE(test_bytes_are_right_under_every_schedule) {
     static const int schedules[] = {SIM_TIMED, SIM_RANDOM, SIM_STARVE_COPY, SIM_STARVE_COMPUTE,
                                     SIM_EAGER};
     for (unsigned s = 0; s < sizeof schedules / sizeof schedules[0]; s++) {
@@ -28,7 +28,7 @@ static void test_bytes_are_right_under_every_schedule(void) {
     }
 }
 
-static void test_counters_agree_with_the_driver(void) {
+CASE(test_counters_agree_with_the_driver) {
     struct world w;
     struct sim_stats seen;
     world_open(&w, 100000, -1);
@@ -51,7 +51,7 @@ static void test_counters_agree_with_the_driver(void) {
     world_close(&w, "counters");
 }
 
-static void test_the_steady_state_allocates_nothing_and_never_waits(void) {
+CASE(test_the_steady_state_allocates_nothing_and_never_waits) {
     struct world w;
     world_open(&w, 60000, -1);
     double end_s;
@@ -74,7 +74,7 @@ static void test_the_steady_state_allocates_nothing_and_never_waits(void) {
     world_close(&w, "steady state");
 }
 
-static void test_a_model_that_fits_moves_no_byte_after_the_first_step(void) {
+CASE(test_a_model_that_fits_moves_no_byte_after_the_first_step) {
     struct world w;
     world_open(&w, 400000, -1);
     need(step(&w), "step");
@@ -86,7 +86,7 @@ static void test_a_model_that_fits_moves_no_byte_after_the_first_step(void) {
     world_close(&w, "fits");
 }
 
-static void test_two_compute_streams_share_units(void) {
+CASE(test_two_compute_streams_share_units) {
     struct world w, other;
     world_open(&w, 60000, -1);
     memset(&other, 0, sizeof other);
@@ -104,7 +104,7 @@ static void test_two_compute_streams_share_units(void) {
 
 /* ---- masters that change ---- */
 
-static void test_a_rewritten_master_is_never_served_stale(void) {
+CASE(test_a_rewritten_master_is_never_served_stale) {
     struct world w;
     world_open(&w, 400000, -1);
     need(step(&w), "step");
@@ -132,7 +132,7 @@ static void test_a_rewritten_master_is_never_served_stale(void) {
     world_close(&w, "stale");
 }
 
-static void test_held_trainable_units_are_dropped_and_not_fetched(void) {
+CASE(test_held_trainable_units_are_dropped_and_not_fetched) {
     struct world w;
     world_open(&w, 400000, 20);
     need(step(&w), "step");
@@ -164,7 +164,7 @@ static void test_held_trainable_units_are_dropped_and_not_fetched(void) {
 
 /* Two threads train one model: one ends its backward while the other is in the middle of its own.
  */
-static void test_hold_on_a_unit_in_use_drops_it_at_the_last_release(void) {
+CASE(test_hold_on_a_unit_in_use_drops_it_at_the_last_release) {
     struct world w;
     struct oo_use mine, theirs;
     struct oo_fetched fetched;
@@ -186,7 +186,7 @@ static void test_hold_on_a_unit_in_use_drops_it_at_the_last_release(void) {
 }
 
 /* A release that cannot even enter the context leaves no mark: the bytes must not be given away. */
-static void test_a_unit_that_leaves_without_a_context_keeps_its_bytes(void) {
+CASE(test_a_unit_that_leaves_without_a_context_keeps_its_bytes) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -204,7 +204,7 @@ static void test_a_unit_that_leaves_without_a_context_keeps_its_bytes(void) {
     world_close(&w, "leaving without a context");
 }
 
-static void test_a_member_moves_out_and_back(void) {
+CASE(test_a_member_moves_out_and_back) {
     struct world w;
     struct oo_tensor tensor;
     uint32_t unit, again;
@@ -229,7 +229,7 @@ static void test_a_member_moves_out_and_back(void) {
     world_close(&w, "move");
 }
 
-static void test_a_removed_member_takes_its_unit_and_its_memory_with_it(void) {
+CASE(test_a_removed_member_takes_its_unit_and_its_memory_with_it) {
     struct world w;
     struct oo_host *host;
     struct oo_tensor tensors[2];
@@ -271,7 +271,7 @@ static void test_a_removed_member_takes_its_unit_and_its_memory_with_it(void) {
 
 /* ---- what the system refuses ---- */
 
-static void test_refused_registration_goes_through_the_ring(void) {
+CASE(test_refused_registration_goes_through_the_ring) {
     struct world w;
     sim.simRefuseRegistration(1);
     world_open(&w, 60000, -1);
@@ -283,7 +283,7 @@ static void test_refused_registration_goes_through_the_ring(void) {
     world_close(&w, "ring");
 }
 
-static void test_wrong_calls_are_refused_clearly(void) {
+CASE(test_wrong_calls_are_refused_clearly) {
     struct world w;
     struct oo_use first;
     struct oo_fetched fetched;
@@ -362,7 +362,7 @@ static void test_wrong_calls_are_refused_clearly(void) {
     world_close(&w, "wrong calls");
 }
 
-static void test_a_unit_larger_than_the_arena_is_an_error_that_names_the_sizes(void) {
+CASE(test_a_unit_larger_than_the_arena_is_an_error_that_names_the_sizes) {
     struct world w;
     world_open(&w, 12000, -1);
     enum oo_status status = OO_OK;
@@ -373,7 +373,7 @@ static void test_a_unit_larger_than_the_arena_is_an_error_that_names_the_sizes(v
     world_close(&w, "no room");
 }
 
-static void test_removing_one_model_leaves_the_other(void) {
+CASE(test_removing_one_model_leaves_the_other) {
     struct world w, b;
     world_open(&w, 60000, -1);
     memset(&b, 0, sizeof b);
@@ -394,7 +394,7 @@ static void test_removing_one_model_leaves_the_other(void) {
 
 /* ---- gradients ---- */
 
-static void test_downloads_arrive_whole(void) {
+CASE(test_downloads_arrive_whole) {
     static const size_t sizes[] = {1, 4096, (4u << 20) - 3, 4u << 20, (37u << 20) + 5};
     struct world w;
     world_open(&w, 60000, -1);
@@ -414,7 +414,7 @@ static void test_downloads_arrive_whole(void) {
 
 /* ---- time ---- */
 
-static void test_a_timeline_tells_copies_compute_and_stalls(void) {
+CASE(test_a_timeline_tells_copies_compute_and_stalls) {
     struct world w;
     struct sim_device device;
     struct oo_trace_row *rows;
@@ -505,7 +505,7 @@ static void a_sticky_error(OOCUresult result, const char *named, int through_the
 }
 
 /* The call that meets the loss tells of it; where nothing is asked of the driver, it succeeds. */
-static void test_a_context_lost_on_the_way_in(void) {
+CASE(test_a_context_lost_on_the_way_in) {
     for (int life = 0; life < 3; life++) {
         struct world w;
         struct oo_stats stats;
@@ -534,7 +534,7 @@ static void test_a_context_lost_on_the_way_in(void) {
     }
 }
 
-static void test_a_use_on_a_stream_of_the_callers_ends_on_a_dead_engine_without_a_call(void) {
+CASE(test_a_use_on_a_stream_of_the_callers_ends_on_a_dead_engine_without_a_call) {
     struct world w;
     struct oo_use first, again;
     struct oo_fetched fetched;
@@ -558,7 +558,7 @@ static void test_a_use_on_a_stream_of_the_callers_ends_on_a_dead_engine_without_
     end_lost_context("a use on a dead engine");
 }
 
-static void test_a_context_lost_while_masters_are_freed_leaves_no_engine_behind(void) {
+CASE(test_a_context_lost_while_masters_are_freed_leaves_no_engine_behind) {
     struct world w;
     world_open(&w, 60000, -1);
     need(step(&w), "step");
@@ -688,7 +688,7 @@ static uint64_t life_that_ends_at(uint64_t nth, int schedule) {
     return calls;
 }
 
-static void test_wherever_the_context_is_lost_all_else_is_given_back(void) {
+CASE(test_wherever_the_context_is_lost_all_else_is_given_back) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
         const uint64_t calls = life_that_ends_at(0, schedule);
         for (uint64_t n = 1 + (uint64_t)schedule; n <= calls; n += 31)
@@ -697,7 +697,7 @@ static void test_wherever_the_context_is_lost_all_else_is_given_back(void) {
 }
 
 #if !defined(_WIN32)
-static void test_a_forked_child_is_told(void) {
+CASE(test_a_forked_child_is_told) {
     struct world w;
     world_open(&w, 60000, -1);
     need(step(&w), "step");
@@ -715,21 +715,21 @@ static void test_a_forked_child_is_told(void) {
 }
 #endif
 
-static void test_a_sticky_error_kills_the_engine_and_says_so(void) {
+CASE(test_a_sticky_error_kills_the_engine_and_says_so) {
     a_sticky_error(OOCU_ERROR_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", 0);
 }
 
 /* Of which cuda.h says nothing: drivers give it when they have lost the device. */
-static void test_an_unknown_error_kills_the_engine_and_says_so(void) {
+CASE(test_an_unknown_error_kills_the_engine_and_says_so) {
     a_sticky_error(OOCU_ERROR_UNKNOWN, "CUDA_ERROR_UNKNOWN", 0);
 }
 
-static void test_a_sticky_error_of_the_ring_kills_the_engine_and_says_so(void) {
+CASE(test_a_sticky_error_of_the_ring_kills_the_engine_and_says_so) {
     a_sticky_error(OOCU_ERROR_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", 1);
 }
 
 /* A lost context has taken what was locked to try, so that the memory is the caller's again. */
-static void test_a_sticky_error_of_a_trial_kills_the_engine_and_keeps_no_memory(void) {
+CASE(test_a_sticky_error_of_a_trial_kills_the_engine_and_keeps_no_memory) {
     struct world w;
     struct oo_host *host;
     size_t found;
@@ -749,37 +749,4 @@ static void test_a_sticky_error_of_a_trial_kills_the_engine_and_keeps_no_memory(
     end_lost_context("a sticky error of a trial");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_a_sticky_error_of_a_trial_kills_the_engine_and_keeps_no_memory),
-    CASE(test_bytes_are_right_under_every_schedule),
-    CASE(test_counters_agree_with_the_driver),
-    CASE(test_the_steady_state_allocates_nothing_and_never_waits),
-    CASE(test_a_model_that_fits_moves_no_byte_after_the_first_step),
-    CASE(test_two_compute_streams_share_units),
-    CASE(test_a_rewritten_master_is_never_served_stale),
-    CASE(test_held_trainable_units_are_dropped_and_not_fetched),
-    CASE(test_hold_on_a_unit_in_use_drops_it_at_the_last_release),
-    CASE(test_a_unit_that_leaves_without_a_context_keeps_its_bytes),
-    CASE(test_a_member_moves_out_and_back),
-    CASE(test_a_removed_member_takes_its_unit_and_its_memory_with_it),
-    CASE(test_refused_registration_goes_through_the_ring),
-    CASE(test_wrong_calls_are_refused_clearly),
-    CASE(test_a_unit_larger_than_the_arena_is_an_error_that_names_the_sizes),
-    CASE(test_removing_one_model_leaves_the_other),
-    CASE(test_downloads_arrive_whole),
-    CASE(test_a_timeline_tells_copies_compute_and_stalls),
-#if !defined(_WIN32)
-    CASE(test_a_forked_child_is_told),
-#endif
-    CASE(test_a_sticky_error_kills_the_engine_and_says_so),
-    CASE(test_an_unknown_error_kills_the_engine_and_says_so),
-    CASE(test_a_sticky_error_of_the_ring_kills_the_engine_and_says_so),
-    CASE(test_wherever_the_context_is_lost_all_else_is_given_back),
-    CASE(test_a_context_lost_on_the_way_in),
-    CASE(test_a_use_on_a_stream_of_the_callers_ends_on_a_dead_engine_without_a_call),
-    CASE(test_a_context_lost_while_masters_are_freed_leaves_no_engine_behind),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

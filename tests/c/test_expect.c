@@ -9,7 +9,7 @@ static size_t visits_of(struct world *w, struct oo_visit *visits, size_t capacit
     return count;
 }
 
-static void test_uses_are_told_oldest_first(void) {
+CASE(test_uses_are_told_oldest_first) {
     struct world w;
     struct oo_visit visits[USES + 1];
     world_open(&w, 300000, -1);
@@ -44,7 +44,7 @@ static void reversed_step(struct world *w) {
         need(use(w, i, OO_BACKWARD), "backward");
 }
 
-static void test_an_expected_step_has_one_late_copy(void) {
+CASE(test_an_expected_step_has_one_late_copy) {
     struct world w;
     struct oo_visit visits[USES];
     uint64_t late[2], bytes[2];
@@ -69,7 +69,7 @@ static void test_an_expected_step_has_one_late_copy(void) {
     world_close(&w, "expected");
 }
 
-static void test_what_cannot_be_expected_is_refused(void) {
+CASE(test_what_cannot_be_expected_is_refused) {
     struct world w;
     world_open(&w, 200000, -1);
     struct oo_visit *many = calloc(OO_MAX_EXPECTED + 1, sizeof *many);
@@ -98,12 +98,4 @@ static void test_what_cannot_be_expected_is_refused(void) {
     world_close(&w, "refused");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_uses_are_told_oldest_first),
-    CASE(test_an_expected_step_has_one_late_copy),
-    CASE(test_what_cannot_be_expected_is_refused),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

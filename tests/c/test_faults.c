@@ -323,24 +323,24 @@ static void sweep_all_calls(const char *what, enum lasts lasts, uint64_t sample)
            (unsigned long long)calls_of_all, what);
 }
 
-static void a_call_fails_once(void) {
+CASE(a_call_fails_once) {
     sweep("calls fail once", live, transient_codes, TRANSIENT_CODES, ONCE, all ? 1 : 37);
 }
-static void a_call_loses_the_context(void) {
+CASE(a_call_loses_the_context) {
     sweep("calls lose the context", die, sticky_codes, STICKY_CODES, ONCE, all ? 1 : 37);
 }
-static void a_kind_of_call_fails_until_lifted(void) {
+CASE(a_kind_of_call_fails_until_lifted) {
     sweep("calls, with all of their kind, fail until lifted", live, transient_codes,
           TRANSIENT_CODES, UNTIL_LIFTED, all ? 1 : 151);
 }
-static void a_kind_of_call_fails_to_the_end(void) {
+CASE(a_kind_of_call_fails_to_the_end) {
     sweep("calls, with all of their kind, fail to the end", live, transient_codes, TRANSIENT_CODES,
           TO_THE_END, all ? 1 : 151);
 }
-static void all_calls_fail_until_lifted(void) {
+CASE(all_calls_fail_until_lifted) {
     sweep_all_calls("calls, and every one after it, fail until lifted", UNTIL_LIFTED, all ? 1 : 43);
 }
-static void all_calls_fail_to_the_end(void) {
+CASE(all_calls_fail_to_the_end) {
     sweep_all_calls("calls, and every one after it, fail to the end", TO_THE_END, all ? 1 : 43);
 }
 
@@ -377,15 +377,4 @@ static void prepare(void) {
     fflush(stdout);
 }
 
-static const struct check_case cases[] = {
-    CASE(a_call_fails_once),
-    CASE(a_call_loses_the_context),
-    CASE(a_kind_of_call_fails_until_lifted),
-    CASE(a_kind_of_call_fails_to_the_end),
-    CASE(all_calls_fail_until_lifted),
-    CASE(all_calls_fail_to_the_end),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), prepare);
-}
+CHECK_MAIN(prepare)

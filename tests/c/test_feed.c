@@ -101,7 +101,7 @@ static void shut_behind_the_first(struct world *w) {
 
 /* ---- who copies ---- */
 
-static void a_release_returns_before_anything_is_copied(void) {
+CASE(a_release_returns_before_anything_is_copied) {
     struct world w;
     begin(&w, 400000);
     shut_behind_the_first(&w);
@@ -122,7 +122,7 @@ static void a_release_returns_before_anything_is_copied(void) {
 }
 
 /* Seconds of copying are those in which some thread copied, whichever it was. */
-static void the_time_of_copying_is_counted_once(void) {
+CASE(the_time_of_copying_is_counted_once) {
     struct world w;
     const uint64_t began = oo__nanoseconds();
     begin(&w, 400000);
@@ -167,7 +167,7 @@ static void end_with_two_unlocked(struct world *w, struct oo_host *host, const c
 }
 
 /* What is not locked may have to wait for its own copy; what is, for those that it drives out. */
-static void an_acquire_that_must_not_wait_is_refused_while_anything_is_fed(void) {
+CASE(an_acquire_that_must_not_wait_is_refused_while_anything_is_fed) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -225,7 +225,7 @@ static void begin_in_use(struct world *w, struct oo_use *held) {
 }
 
 /* Copies ahead over what may be under way are left to a call that may wait. */
-static void a_release_that_must_not_wait_drives_out_nothing_that_is_fed(void) {
+CASE(a_release_that_must_not_wait_drives_out_nothing_that_is_fed) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -241,7 +241,7 @@ static void a_release_that_must_not_wait_drives_out_nothing_that_is_fed(void) {
 }
 
 /* What is known to have arrived is not under way: no call that may wait is needed. */
-static void a_release_drives_out_what_has_arrived(void) {
+CASE(a_release_drives_out_what_has_arrived) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -292,7 +292,7 @@ static enum oo_status waits_for_the_copy_threads(struct world *w, const _Atomic 
 
 static enum oo_status use_the_second(struct world *w) { return use(w, 1, OO_FORWARD); }
 
-static void a_unit_is_used_once_its_copy_is_queued(void) {
+CASE(a_unit_is_used_once_its_copy_is_queued) {
     struct world w;
     begin(&w, 400000);
     shut_behind_the_first(&w);
@@ -346,13 +346,11 @@ static void wait_for_the_last(int alone) {
     end(&w, "urgent");
 }
 
-static void what_is_waited_for_is_copied_first(void) { wait_for_the_last(0); }
-static void what_is_waited_for_is_copied_next_if_one_copies_at_a_time(void) {
-    wait_for_the_last(1);
-}
+CASE(what_is_waited_for_is_copied_first) { wait_for_the_last(0); }
+CASE(what_is_waited_for_is_copied_next_if_one_copies_at_a_time) { wait_for_the_last(1); }
 
 /* A copy that is measured begins when those before it have ended; none begins during it. */
-static void what_is_measured_is_copied_alone_and_in_its_turn(void) {
+CASE(what_is_measured_is_copied_alone_and_in_its_turn) {
     struct world w;
     unsigned measured = 0, earlier = 0, place = 0;
     begin(&w, 400000);
@@ -387,7 +385,7 @@ static double h2d_busy_s(void) {
 }
 
 /* A driver that collects work gets the last copy of the threads before anybody waits for it. */
-static void copies_ahead_are_handed_over(void) {
+CASE(copies_ahead_are_handed_over) {
     struct world w;
     double end_s;
     CHECK(sim.simSwitch(SIM_LATE_SUBMISSION, 1) == 0, "no such switch");
@@ -403,7 +401,7 @@ static void copies_ahead_are_handed_over(void) {
 }
 
 /* And the last decode. */
-static void decodes_ahead_are_handed_over(void) {
+CASE(decodes_ahead_are_handed_over) {
     struct world w;
     struct sim_stats begun, ended;
     double end_s;
@@ -427,7 +425,7 @@ static void decodes_ahead_are_handed_over(void) {
 }
 
 /* What is measured is the time of the copies, not that of what the h2d stream waited for before. */
-static void the_time_of_a_fed_copy_is_its_own(void) {
+CASE(the_time_of_a_fed_copy_is_its_own) {
     struct world w;
     struct oo_trace_row *rows;
     size_t count;
@@ -453,7 +451,7 @@ static void the_time_of_a_fed_copy_is_its_own(void) {
 }
 
 /* Where a feed overtakes one that has begun, the time of that one is counted all the same. */
-static void the_time_of_what_was_overtaken_is_counted(void) {
+CASE(the_time_of_what_was_overtaken_is_counted) {
     struct world w;
     begin(&w, 400000);
     need(oo_engine_reserve_rings(w.engine, OO_RING_PIECES * oo__page_bytes()), "many pieces");
@@ -488,7 +486,7 @@ static enum oo_status stop_the_timeline(struct world *w) {
     return status;
 }
 
-static void a_timeline_has_the_copies_that_were_under_way_at_its_end(void) {
+CASE(a_timeline_has_the_copies_that_were_under_way_at_its_end) {
     struct world w;
     struct oo_trace_row *rows;
     size_t count;
@@ -508,7 +506,7 @@ static void a_timeline_has_the_copies_that_were_under_way_at_its_end(void) {
 
 static enum oo_status start_a_timeline(struct world *w) { return oo_trace_start(w->engine); }
 
-static void a_timeline_begins_when_nothing_is_under_way(void) {
+CASE(a_timeline_begins_when_nothing_is_under_way) {
     struct world w;
     struct oo_trace_row *rows;
     size_t count;
@@ -535,7 +533,7 @@ static enum oo_status shrink_the_rings(struct world *w) {
     return oo_engine_reserve_rings(w->engine, OO_RING_PIECES * oo__page_bytes());
 }
 
-static void the_memory_goes_back_when_nobody_copies_there(void) {
+CASE(the_memory_goes_back_when_nobody_copies_there) {
     struct world w;
     begin(&w, 400000);
     shut_behind_the_first(&w);
@@ -547,7 +545,7 @@ static void the_memory_goes_back_when_nobody_copies_there(void) {
     end(&w, "lease");
 }
 
-static void masters_are_the_callers_when_nobody_reads_them(void) {
+CASE(masters_are_the_callers_when_nobody_reads_them) {
     struct world w;
     begin(&w, 400000);
     shut_behind_the_first(&w);
@@ -558,7 +556,7 @@ static void masters_are_the_callers_when_nobody_reads_them(void) {
     end(&w, "model");
 }
 
-static void what_is_dropped_is_not_copied_any_more(void) {
+CASE(what_is_dropped_is_not_copied_any_more) {
     struct world w;
     begin(&w, 400000);
     shut_behind_the_first(&w);
@@ -572,7 +570,7 @@ static void what_is_dropped_is_not_copied_any_more(void) {
     end(&w, "refresh");
 }
 
-static void a_ring_goes_when_nobody_uses_it(void) {
+CASE(a_ring_goes_when_nobody_uses_it) {
     struct world w;
     begin(&w, 400000);
     shut_behind_the_first(&w);
@@ -583,7 +581,7 @@ static void a_ring_goes_when_nobody_uses_it(void) {
 }
 
 /* What was stopped for a removal that then failed is not taken for copied. */
-static void what_was_stopped_is_copied_anew(void) {
+CASE(what_was_stopped_is_copied_anew) {
     struct world w;
     begin(&w, 400000);
     shut_behind_the_first(&w);
@@ -602,7 +600,7 @@ static void what_was_stopped_is_copied_anew(void) {
 }
 
 /* What a call refuses, or of another lease, goes on being copied. */
-static void what_stays_is_not_stopped(void) {
+CASE(what_stays_is_not_stopped) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -626,7 +624,7 @@ static void what_stays_is_not_stopped(void) {
 }
 
 /* The figures are of what has ended; what was dropped is not taken up again by counting it. */
-static void what_was_dropped_has_not_failed(void) {
+CASE(what_was_dropped_has_not_failed) {
     struct world w;
     begin(&w, 400000);
     shut_behind_the_first(&w);
@@ -723,7 +721,7 @@ static int life_with_a_failure(int nth, uint64_t quota, const char *where) {
     return struck;
 }
 
-static void whichever_call_of_theirs_fails_the_next_use_is_right(void) {
+CASE(whichever_call_of_theirs_fails_the_next_use_is_right) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
         for (int ring = 0; ring < 2; ring++) {
             int nth = 1;
@@ -739,7 +737,7 @@ static void whichever_call_of_theirs_fails_the_next_use_is_right(void) {
 
 /* A copy ahead that failed is given up without harm, and counted; one that is waited for is an
  * error. */
-static void a_failure_is_told_to_who_waits_for_it(void) {
+CASE(a_failure_is_told_to_who_waits_for_it) {
     struct world w;
     begin(&w, 400000);
     sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
@@ -778,7 +776,7 @@ static void end_of_a_lost_world(struct world *w, const char *where) {
     CHECK(sim_reset(&sim) == 0, "not reset");
 }
 
-static void a_context_lost_by_a_copy_thread_is_named(void) {
+CASE(a_context_lost_by_a_copy_thread_is_named) {
     struct world w;
     begin(&w, 400000);
     shut_behind_the_first(&w);
@@ -793,7 +791,7 @@ static void a_context_lost_by_a_copy_thread_is_named(void) {
 }
 
 /* What passed under a copy thread before the loss is not the cause of it. */
-static void a_loss_is_not_named_after_what_failed_before(void) {
+CASE(a_loss_is_not_named_after_what_failed_before) {
     struct world w;
     begin(&w, 400000);
     shut_behind_the_first(&w);
@@ -809,7 +807,7 @@ static void a_loss_is_not_named_after_what_failed_before(void) {
 
 /* A call that meets the loss waits for what a copy thread has to say, but not for ever: the thread
  * may be stuck in a call of its own. */
-static void a_loss_is_told_though_a_copy_thread_is_stuck(void) {
+CASE(a_loss_is_told_though_a_copy_thread_is_stuck) {
     struct world w;
     begin(&w, 400000);
     shut_behind_the_first(&w);
@@ -825,7 +823,7 @@ static void a_loss_is_told_though_a_copy_thread_is_stuck(void) {
 }
 
 /* A part that is locked travels with one that is not, and both are counted as what they are. */
-static void a_unit_may_be_locked_in_part(void) {
+CASE(a_unit_may_be_locked_in_part) {
     struct world w;
     struct oo_host *host;
     const size_t page = oo__page_bytes();
@@ -866,37 +864,4 @@ static void a_unit_may_be_locked_in_part(void) {
     world_close(&w, "locked in part");
 }
 
-static const struct check_case cases[] = {
-    CASE(a_release_returns_before_anything_is_copied),
-    CASE(the_time_of_copying_is_counted_once),
-    CASE(an_acquire_that_must_not_wait_is_refused_while_anything_is_fed),
-    CASE(a_release_that_must_not_wait_drives_out_nothing_that_is_fed),
-    CASE(a_release_drives_out_what_has_arrived),
-    CASE(a_unit_is_used_once_its_copy_is_queued),
-    CASE(what_is_waited_for_is_copied_first),
-    CASE(what_is_waited_for_is_copied_next_if_one_copies_at_a_time),
-    CASE(the_time_of_what_was_overtaken_is_counted),
-    CASE(a_timeline_has_the_copies_that_were_under_way_at_its_end),
-    CASE(a_timeline_begins_when_nothing_is_under_way),
-    CASE(what_is_measured_is_copied_alone_and_in_its_turn),
-    CASE(copies_ahead_are_handed_over),
-    CASE(decodes_ahead_are_handed_over),
-    CASE(the_time_of_a_fed_copy_is_its_own),
-    CASE(the_memory_goes_back_when_nobody_copies_there),
-    CASE(masters_are_the_callers_when_nobody_reads_them),
-    CASE(what_is_dropped_is_not_copied_any_more),
-    CASE(a_ring_goes_when_nobody_uses_it),
-    CASE(what_was_stopped_is_copied_anew),
-    CASE(what_stays_is_not_stopped),
-    CASE(what_was_dropped_has_not_failed),
-    CASE(whichever_call_of_theirs_fails_the_next_use_is_right),
-    CASE(a_failure_is_told_to_who_waits_for_it),
-    CASE(a_context_lost_by_a_copy_thread_is_named),
-    CASE(a_loss_is_not_named_after_what_failed_before),
-    CASE(a_loss_is_told_though_a_copy_thread_is_stuck),
-    CASE(a_unit_may_be_locked_in_part),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

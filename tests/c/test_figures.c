@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-static void test_residents_by_address(void) {
+CASE(test_residents_by_address) {
     struct world w;
     struct oo_resident rows[UNITS + 1];
     size_t count = 0, few = 0;
@@ -32,7 +32,7 @@ static void test_residents_by_address(void) {
     world_close(&w, "residents");
 }
 
-static void test_figures_of_two_models(void) {
+CASE(test_figures_of_two_models) {
     struct world w, b;
     struct oo_stats all, first, second;
     world_open(&w, 60000, -1);
@@ -78,7 +78,7 @@ static void test_figures_of_two_models(void) {
     world_close(&w, "two models");
 }
 
-static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
+CASE(test_a_stall_is_what_the_stream_waits_for_its_copy) {
     struct world w;
     struct sim_device device;
     struct oo_trace_row *rows;
@@ -177,7 +177,7 @@ static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
 }
 
 /* Each wait is counted for one unit; one that was short is a wait and no stall. */
-static void test_the_waits_of_the_units_add_up(void) {
+CASE(test_the_waits_of_the_units_add_up) {
     struct world w;
     struct oo_trace_row *trace;
     struct oo_unit_waits rows[UNITS + 1];
@@ -211,7 +211,7 @@ static void test_the_waits_of_the_units_add_up(void) {
 }
 
 /* Many spans pending at once: what does not fit is not measured, and nothing is overwritten. */
-static void test_a_host_far_ahead_measures_a_part(void) {
+CASE(test_a_host_far_ahead_measures_a_part) {
     struct world w;
     world_open(&w, 30000, -1);
     sim.simHold((OOCUstream)w.stream, 1);
@@ -249,14 +249,4 @@ static void test_a_host_far_ahead_measures_a_part(void) {
     world_close(&w, "far ahead");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_residents_by_address),
-    CASE(test_figures_of_two_models),
-    CASE(test_a_stall_is_what_the_stream_waits_for_its_copy),
-    CASE(test_the_waits_of_the_units_add_up),
-    CASE(test_a_host_far_ahead_measures_a_part),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -52,7 +52,7 @@ static void check_the_walk(const struct list *list, int seed) {
           walk.n_open, n);
 }
 
-static void what_is_used_last_comes_first(void) {
+CASE(what_is_used_last_comes_first) {
     for (int seed = 1; seed <= 60; seed++) {
         struct list list;
         srand((unsigned)seed);
@@ -78,8 +78,4 @@ static void what_is_used_last_comes_first(void) {
     }
 }
 
-static const struct check_case cases[] = {
-    CASE(what_is_used_last_comes_first),
-};
-
-int main(int argc, char **argv) { return check_main(argc, argv, cases, CHECK_COUNT(cases), NULL); }
+CHECK_MAIN(NULL)

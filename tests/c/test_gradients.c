@@ -3,7 +3,7 @@
 
 /* Into memory that the engine knows, and could not lock: through the ring, as all that is pageable.
  */
-static void test_a_gradient_into_pageable_masters(void) {
+CASE(test_a_gradient_into_pageable_masters) {
     struct world w;
     char gradient[5000];
     sim.simRefuseRegistration(1);
@@ -22,7 +22,7 @@ static void test_a_gradient_into_pageable_masters(void) {
 }
 
 /* The simulated device refuses the gradient, or the host its bytes: nothing stays adopted. */
-static void test_a_refused_gradient_is_not_kept(void) {
+CASE(test_a_refused_gradient_is_not_kept) {
     static const char *const calls[] = {"simAdopt", "cuEventRecord", "simHostAccess", "simDrop"};
     for (unsigned i = 0; i < 4; i++) {
         struct world w;
@@ -49,7 +49,7 @@ static void test_a_refused_gradient_is_not_kept(void) {
 }
 
 /* A download fails behind: the copy has ended when the call returns, as its buffers go back. */
-static void test_a_failed_download_leaves_no_copy_behind(void) {
+CASE(test_a_failed_download_leaves_no_copy_behind) {
     static const char *const calls[] = {"cuEventRecord",     "cuEventRecord",
                                         "cuEventRecord",     "cuEventSynchronize",
                                         "cuStreamWaitEvent", "cuMemcpyDtoHAsync"};
@@ -88,7 +88,7 @@ static void test_a_failed_download_leaves_no_copy_behind(void) {
 }
 
 /* Not even waiting works: the adopted gradient stays known until the next download, or the end. */
-static void test_what_a_failed_download_left_is_ended_by_the_next(void) {
+CASE(test_what_a_failed_download_left_is_ended_by_the_next) {
     for (int again = 0; again < 3; again++) {
         struct world w;
         struct sim_live before, after;
@@ -135,7 +135,7 @@ static void test_what_a_failed_download_left_is_ended_by_the_next(void) {
 }
 
 /* The next gradient may be at the address of the unfinished one. */
-static void test_an_unfinished_download_of_the_same_address(void) {
+CASE(test_an_unfinished_download_of_the_same_address) {
     struct world w;
     char gradient[2048], target[2048];
     world_open(&w, 60000, -1);
@@ -153,7 +153,7 @@ static void test_an_unfinished_download_of_the_same_address(void) {
 }
 
 /* A download that gets too few events is refused before anything is queued, and can be repeated. */
-static void test_a_download_without_events(void) {
+CASE(test_a_download_without_events) {
     static char gradient[4096], target[4096];
     static const struct {
         enum oo_event_kind kind;
@@ -186,15 +186,4 @@ static void test_a_download_without_events(void) {
     }
 }
 
-static const struct check_case cases[] = {
-    CASE(test_a_gradient_into_pageable_masters),
-    CASE(test_a_refused_gradient_is_not_kept),
-    CASE(test_a_failed_download_leaves_no_copy_behind),
-    CASE(test_what_a_failed_download_left_is_ended_by_the_next),
-    CASE(test_an_unfinished_download_of_the_same_address),
-    CASE(test_a_download_without_events),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -23,7 +23,7 @@ static int same(const struct oo_entry *a, const struct oo_entry *b, size_t count
     return 1;
 }
 
-static void test_each_deed_is_written_once_and_in_order(void) {
+CASE(test_each_deed_is_written_once_and_in_order) {
     struct world w;
     char target[600];
     uint64_t first, of[OO_DEED_DECODE + 1] = {0}, bytes[OO_DEED_DECODE + 1] = {0}, uses[3] = {0};
@@ -81,7 +81,7 @@ static void test_each_deed_is_written_once_and_in_order(void) {
 }
 
 /* Right behind the copy of the unit, and of those that a kernel decodes alone. */
-static void test_decodes_are_written_behind_their_copies(void) {
+CASE(test_decodes_are_written_behind_their_copies) {
     struct world w;
     uint64_t first, bytes = 0, chunks = 0, copied = 0, without = 0;
     world_coded = 1;
@@ -110,7 +110,7 @@ static void test_decodes_are_written_behind_their_copies(void) {
     world_close(&w, "decodes");
 }
 
-static void test_the_latest_are_kept_and_have_their_numbers(void) {
+CASE(test_the_latest_are_kept_and_have_their_numbers) {
     struct world w;
     uint64_t first;
     size_t count;
@@ -146,7 +146,7 @@ static void test_the_latest_are_kept_and_have_their_numbers(void) {
     world_close(&w, "ring");
 }
 
-static void test_a_journal_asks_nothing_of_the_driver(void) {
+CASE(test_a_journal_asks_nothing_of_the_driver) {
     uint64_t calls[2], first;
     for (int on = 0; on < 2; on++) { /* two worlds: what is measured differs from step to step */
         struct world w;
@@ -168,7 +168,7 @@ static void test_a_journal_asks_nothing_of_the_driver(void) {
           (unsigned long long)calls[1]);
 }
 
-static void test_what_failed_is_not_written(void) {
+CASE(test_what_failed_is_not_written) {
     struct world w;
     struct oo_use none;
     uint64_t first;
@@ -192,7 +192,7 @@ static void test_what_failed_is_not_written(void) {
     world_close(&w, "failures"); /* and with it the journal */
 }
 
-static void test_a_journal_is_kept_once(void) {
+CASE(test_a_journal_is_kept_once) {
     struct world w;
     uint64_t first;
     size_t count = 7;
@@ -214,15 +214,4 @@ static void test_a_journal_is_kept_once(void) {
     world_close(&w, "once");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_each_deed_is_written_once_and_in_order),
-    CASE(test_decodes_are_written_behind_their_copies),
-    CASE(test_the_latest_are_kept_and_have_their_numbers),
-    CASE(test_a_journal_asks_nothing_of_the_driver),
-    CASE(test_what_failed_is_not_written),
-    CASE(test_a_journal_is_kept_once),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -16,7 +16,7 @@ static struct oo_use keep(struct world *w, unsigned i, uintptr_t stream) {
     return kept;
 }
 
-static void test_a_kept_unit_stays_where_it_is(void) {
+CASE(test_a_kept_unit_stays_where_it_is) {
     struct world w;
     world_open(&w, 60000, -1);
     const struct oo_use kept = keep(&w, 3, w.stream);
@@ -32,7 +32,7 @@ static void test_a_kept_unit_stays_where_it_is(void) {
     world_close(&w, "kept");
 }
 
-static void test_only_a_member_in_use_can_be_kept(void) {
+CASE(test_only_a_member_in_use_can_be_kept) {
     struct world w;
     struct oo_use kept;
     world_open(&w, 400000, -1);
@@ -48,7 +48,7 @@ static void test_only_a_member_in_use_can_be_kept(void) {
 
 /* The end marks the stream's last use of the bytes (H2): without the mark, what is copied over them
  * races with the kernel that still reads them, and the detector says so. */
-static void test_what_overwrites_a_kept_unit_waits_for_its_end(void) {
+CASE(test_what_overwrites_a_kept_unit_waits_for_its_end) {
     struct world w;
     world_open(&w, 60000, -1);
     const uintptr_t other = new_stream(&w);
@@ -61,7 +61,7 @@ static void test_what_overwrites_a_kept_unit_waits_for_its_end(void) {
 }
 
 /* A thread that waited for its own kept use would wait for ever. */
-static void test_a_rewritten_master_is_refused_while_its_unit_is_kept(void) {
+CASE(test_a_rewritten_master_is_refused_while_its_unit_is_kept) {
     struct world w;
     struct oo_use use;
     world_open(&w, 400000, -1);
@@ -80,7 +80,7 @@ static void test_a_rewritten_master_is_refused_while_its_unit_is_kept(void) {
 }
 
 /* A thread that keeps something may wait for the uses of others: it holds none itself. */
-static void test_keeping_is_not_holding(void) {
+CASE(test_keeping_is_not_holding) {
     struct world w;
     struct oo_use held, use;
     struct oo_fetched fetched;
@@ -101,7 +101,7 @@ static void test_keeping_is_not_holding(void) {
 }
 
 /* Trainable units go at the turn; one that is kept goes when its use ends. */
-static void test_a_kept_unit_that_is_to_leave_leaves_at_its_end(void) {
+CASE(test_a_kept_unit_that_is_to_leave_leaves_at_its_end) {
     struct world w;
     world_open(&w, 400000, -1);
     need(oo_unit_set_trainable(w.engine, w.unit[3], 1), "trainable");
@@ -124,7 +124,7 @@ static void end_there(void *argument) {
     other->status = oo_engine_end(other->w->engine, other->ticket, other->w->stream);
 }
 
-static void test_another_thread_may_end_it(void) {
+CASE(test_another_thread_may_end_it) {
     struct world w;
     world_open(&w, 400000, -1);
     struct other other = {.w = &w, .ticket = keep(&w, 3, w.stream).ticket};
@@ -136,16 +136,4 @@ static void test_another_thread_may_end_it(void) {
     world_close(&w, "threads");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_a_kept_unit_stays_where_it_is),
-    CASE(test_only_a_member_in_use_can_be_kept),
-    CASE(test_what_overwrites_a_kept_unit_waits_for_its_end),
-    CASE(test_a_rewritten_master_is_refused_while_its_unit_is_kept),
-    CASE(test_keeping_is_not_holding),
-    CASE(test_a_kept_unit_that_is_to_leave_leaves_at_its_end),
-    CASE(test_another_thread_may_end_it),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -13,7 +13,7 @@ static unsigned kernels_on(uintptr_t stream) {
     return count;
 }
 
-static void test_declared_kernels_run_on_the_callers_stream(void) {
+CASE(test_declared_kernels_run_on_the_callers_stream) {
     struct world w;
     double end_s;
     char gradient[512], target[512];
@@ -39,7 +39,7 @@ static void test_declared_kernels_run_on_the_callers_stream(void) {
 }
 
 /* A driver without the simulator's extras computes with the embedded kernels. */
-static void test_spin_by_the_embedded_kernels(void) {
+CASE(test_spin_by_the_embedded_kernels) {
     struct world w;
     double end_s;
     struct sim_device device;
@@ -85,7 +85,7 @@ static void test_spin_by_the_embedded_kernels(void) {
 }
 
 /* A driver below the kernels' toolkit says only that it does not understand. */
-static void test_a_driver_older_than_the_kernels_is_named(void) {
+CASE(test_a_driver_older_than_the_kernels_is_named) {
     static const int refusals[] = {OOCU_ERROR_INVALID_IMAGE, OOCU_ERROR_NO_BINARY_FOR_GPU,
                                    OOCU_ERROR_UNSUPPORTED_PTX_VERSION,
                                    OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES};
@@ -126,7 +126,7 @@ static OOCUresult launch_watched(OOCUstream stream, const OOSimRange *reads, siz
 }
 
 /* Not after the engine was left: there another thread may evict what the launch says it reads. */
-static void test_a_launch_is_declared_inside_the_engine(void) {
+CASE(test_a_launch_is_declared_inside_the_engine) {
     struct world w;
     world_open(&w, 60000, -1);
     launch_of_simulator = w.engine->driver.simLaunch;
@@ -137,13 +137,4 @@ static void test_a_launch_is_declared_inside_the_engine(void) {
     world_close(&w, "a launch inside");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_declared_kernels_run_on_the_callers_stream),
-    CASE(test_spin_by_the_embedded_kernels),
-    CASE(test_a_driver_older_than_the_kernels_is_named),
-    CASE(test_a_launch_is_declared_inside_the_engine),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -11,7 +11,7 @@ static double h2d_busy_s(void) {
 static void late(int on) { CHECK(sim.simSwitch(SIM_LATE_SUBMISSION, on) == 0, "no such switch"); }
 
 /* What a release copies ahead is under way before anybody waits for it. */
-static void copies_ahead_begin_at_once(void) {
+CASE(copies_ahead_begin_at_once) {
     for (int on = 0; on < 2; on++) {
         struct world w;
         struct oo_use held;
@@ -39,7 +39,7 @@ static void copies_ahead_begin_at_once(void) {
 }
 
 /* So is the decode that follows a copy. */
-static void decodes_ahead_begin_at_once(void) {
+CASE(decodes_ahead_begin_at_once) {
     for (int locked = 0; locked < 2; locked++) {
         struct world w;
         struct oo_use held;
@@ -61,7 +61,7 @@ static void decodes_ahead_begin_at_once(void) {
 }
 
 /* A copy that is asked for late is handed over by acquire, before a kernel is launched. */
-static void late_copies_begin_at_once(void) {
+CASE(late_copies_begin_at_once) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -103,13 +103,13 @@ static void copies_of_copy_threads_begin(void) {
 }
 
 /* What copy threads have copied is under way before anybody waits for it, whichever ends last. */
-static void copies_of_copy_threads_begin_at_once(void) {
+CASE(copies_of_copy_threads_begin_at_once) {
     for (int life = 0; life < 60; life++)
         copies_of_copy_threads_begin();
 }
 
 /* Locked or through the rings, on every schedule: right bytes, no deadlock. */
-static void every_step_ends(void) {
+CASE(every_step_ends) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
         for (int refused = 0; refused < 3; refused++) {
             struct world w;
@@ -134,14 +134,4 @@ static void every_step_ends(void) {
     }
 }
 
-static const struct check_case cases[] = {
-    CASE(copies_ahead_begin_at_once),
-    CASE(decodes_ahead_begin_at_once),
-    CASE(late_copies_begin_at_once),
-    CASE(copies_of_copy_threads_begin_at_once),
-    CASE(every_step_ends),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

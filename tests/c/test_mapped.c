@@ -21,7 +21,7 @@ static struct sim_stats moved(void) {
     return stats;
 }
 
-static void test_nothing_is_copied_and_the_kernel_takes_its_time(void) {
+CASE(test_nothing_is_copied_and_the_kernel_takes_its_time) {
     struct world w;
     double end_s;
     world_open(&w, 60000, -1);
@@ -35,7 +35,7 @@ static void test_nothing_is_copied_and_the_kernel_takes_its_time(void) {
     world_close(&w, "mapped");
 }
 
-static void test_a_mapped_member_is_in_use(void) {
+CASE(test_a_mapped_member_is_in_use) {
     struct world w;
     const struct oo_tensor elsewhere = {.host = &w, .bytes = 64};
     uint32_t unit;
@@ -58,7 +58,7 @@ static void test_a_mapped_member_is_in_use(void) {
     world_close(&w, "in use");
 }
 
-static void test_what_cannot_be_mapped(void) {
+CASE(test_what_cannot_be_mapped) {
     struct world w;
     uintptr_t address = 1;
     world_open(&w, 60000, -1);
@@ -92,7 +92,7 @@ static void test_what_cannot_be_mapped(void) {
 }
 
 /* A driver without the simulator's extras gets no declaration of kernels. */
-static void test_a_real_driver_needs_no_declaration(void) {
+CASE(test_a_real_driver_needs_no_declaration) {
     struct world w;
     world_open(&w, 60000, -1);
     w.engine->driver.simLaunch = NULL;
@@ -104,7 +104,7 @@ static void test_a_real_driver_needs_no_declaration(void) {
 }
 
 /* A device may have no address for locked memory: then it is copied, which is no failure. */
-static void test_what_the_device_cannot_address_is_not_mapped(void) {
+CASE(test_what_the_device_cannot_address_is_not_mapped) {
     struct world w;
     uintptr_t address = 1;
     world_open(&w, 60000, -1);
@@ -125,7 +125,7 @@ static OOCUresult OOCUDAAPI register_with_flags(void *ptr, size_t bytes, unsigne
 }
 
 /* Without the flag a driver need not give memory an address of the device's. */
-static void test_what_is_locked_is_mapped_for_every_context(void) {
+CASE(test_what_is_locked_is_mapped_for_every_context) {
     struct world w;
     struct oo_host *host;
     size_t bytes;
@@ -145,7 +145,7 @@ static void test_what_is_locked_is_mapped_for_every_context(void) {
     world_close(&w, "flags");
 }
 
-static void test_what_is_not_locked_is_not_mapped(void) {
+CASE(test_what_is_not_locked_is_not_mapped) {
     struct world w;
     uintptr_t address = 1;
     sim.simLockQuota(0);
@@ -157,7 +157,7 @@ static void test_what_is_not_locked_is_not_mapped(void) {
 }
 
 /* All tensors of a member, of which the last is not locked, or not known. */
-static void test_all_tensors_must_be_locked(void) {
+CASE(test_all_tensors_must_be_locked) {
     struct world w;
     static char other[256];
     uint32_t unit;
@@ -172,7 +172,7 @@ static void test_all_tensors_must_be_locked(void) {
     world_close(&w, "one of two");
 }
 
-static void test_a_kernel_is_declared_of_each_tensor_but_takes_its_time_once(void) {
+CASE(test_a_kernel_is_declared_of_each_tensor_but_takes_its_time_once) {
     struct world w;
     uint32_t unit;
     size_t offsets[2];
@@ -191,7 +191,7 @@ static void test_a_kernel_is_declared_of_each_tensor_but_takes_its_time_once(voi
 }
 
 /* More streams than there are entries: the first reader is waited for, and no reader is lost. */
-static void test_more_streams_than_entries(void) {
+CASE(test_more_streams_than_entries) {
     struct world w;
     uintptr_t streams[OO_STREAMS + 2];
     world_open(&w, 60000, -1);
@@ -226,7 +226,7 @@ static void test_more_streams_than_entries(void) {
 }
 
 /* While nothing can be waited for, more streams find room; what finds none is in use still. */
-static void test_more_streams_while_waiting_fails(void) {
+CASE(test_more_streams_while_waiting_fails) {
     struct world w;
     uintptr_t streams[OO_USES + 1];
     world_open(&w, 60000, -1);
@@ -248,7 +248,7 @@ static void test_more_streams_while_waiting_fails(void) {
 }
 
 /* Where the end could not be marked, or waited for, the stream itself is waited for. */
-static void test_an_end_that_cannot_be_marked(void) {
+CASE(test_an_end_that_cannot_be_marked) {
     struct world w;
     world_open(&w, 60000, -1);
     map(&w, 3, w.stream);
@@ -270,7 +270,7 @@ static void test_an_end_that_cannot_be_marked(void) {
 }
 
 /* The stream that is waited for is the one that reads: the masters may be written afterwards. */
-static void test_masters_of_an_end_that_was_not_marked_are_the_hosts_after_a_wait(void) {
+CASE(test_masters_of_an_end_that_was_not_marked_are_the_hosts_after_a_wait) {
     static const char *const calls[] = {"cuEventRecord", "cuEventCreate"};
     for (int i = 0; i < 2; i++) {
         struct world w;
@@ -299,7 +299,7 @@ static OOCUresult OOCUDAAPI counted_record(OOCUevent event, OOCUstream stream) {
 }
 
 /* Without the context there is nothing to record with: the end is lost, and waited for later. */
-static void test_an_end_without_the_context(void) {
+CASE(test_an_end_without_the_context) {
     struct world w;
     world_open(&w, 60000, -1);
     map(&w, 3, w.stream);
@@ -314,7 +314,7 @@ static void test_an_end_without_the_context(void) {
 }
 
 /* The end is taken on a dead engine, and nothing is waited for there. */
-static void test_a_lost_context_ends_it(void) {
+CASE(test_a_lost_context_ends_it) {
     struct world w;
     uintptr_t address = 0;
     world_open(&w, 60000, -1);
@@ -336,7 +336,7 @@ static void test_a_lost_context_ends_it(void) {
 }
 
 /* Trainable units go at the turn; one that is mapped goes when that ends. */
-static void test_a_mapped_unit_that_is_to_leave_leaves_at_the_end(void) {
+CASE(test_a_mapped_unit_that_is_to_leave_leaves_at_the_end) {
     struct world w;
     world_open(&w, 400000, 0);
     need(use(&w, 3, OO_FORWARD), "use");
@@ -348,7 +348,7 @@ static void test_a_mapped_unit_that_is_to_leave_leaves_at_the_end(void) {
     world_close(&w, "leaving");
 }
 
-static void test_a_steady_state_creates_nothing(void) {
+CASE(test_a_steady_state_creates_nothing) {
     struct world w;
     uint64_t allocations = 0;
     world_open(&w, 60000, -1);
@@ -363,26 +363,4 @@ static void test_a_steady_state_creates_nothing(void) {
     world_close(&w, "steady");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_nothing_is_copied_and_the_kernel_takes_its_time),
-    CASE(test_a_mapped_member_is_in_use),
-    CASE(test_what_cannot_be_mapped),
-    CASE(test_a_real_driver_needs_no_declaration),
-    CASE(test_what_the_device_cannot_address_is_not_mapped),
-    CASE(test_what_is_locked_is_mapped_for_every_context),
-    CASE(test_what_is_not_locked_is_not_mapped),
-    CASE(test_all_tensors_must_be_locked),
-    CASE(test_a_kernel_is_declared_of_each_tensor_but_takes_its_time_once),
-    CASE(test_more_streams_than_entries),
-    CASE(test_more_streams_while_waiting_fails),
-    CASE(test_an_end_that_cannot_be_marked),
-    CASE(test_masters_of_an_end_that_was_not_marked_are_the_hosts_after_a_wait),
-    CASE(test_an_end_without_the_context),
-    CASE(test_a_lost_context_ends_it),
-    CASE(test_a_mapped_unit_that_is_to_leave_leaves_at_the_end),
-    CASE(test_a_steady_state_creates_nothing),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

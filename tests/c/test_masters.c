@@ -2,7 +2,7 @@
 #include "../../csrc/core/masters.h"
 #include "world.h"
 
-static void test_refused_locks_are_told(void) {
+CASE(test_refused_locks_are_told) {
     struct world w;
     struct oo_host *host, *again;
     world_open(&w, 60000, -1);
@@ -33,7 +33,7 @@ static void test_refused_locks_are_told(void) {
 
 /* Host memory that cannot be unlocked stays with the engine: freeing the pages under a registration
  * would let copies read another owner's bytes. */
-static void test_memory_that_cannot_be_unlocked_is_kept(void) {
+CASE(test_memory_that_cannot_be_unlocked_is_kept) {
     struct world w;
     struct oo_host *host;
     world_open(&w, 60000, -1);
@@ -55,7 +55,7 @@ static void test_memory_that_cannot_be_unlocked_is_kept(void) {
 }
 
 /* Masters move elsewhere while their copy is still queued: unlocking waits for it. */
-static void test_unlocking_waits_for_copies_of_masters_that_moved_away(void) {
+CASE(test_unlocking_waits_for_copies_of_masters_that_moved_away) {
     struct world w;
     struct oo_host *host;
     uint32_t unit, member;
@@ -83,7 +83,7 @@ static void test_unlocking_waits_for_copies_of_masters_that_moved_away(void) {
 }
 
 /* A piece of the ring whose copy could not be marked is waited for before it is used again. */
-static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
+CASE(test_a_lost_piece_of_the_ring_is_waited_for) {
     struct world w;
     struct oo_use held;
     char target[5000];
@@ -129,7 +129,7 @@ static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
 }
 
 /* The beginning of a buffer is locked, and the rest of it passes through the ring. */
-static void test_a_buffer_is_locked_up_to_where_it_was_asked(void) {
+CASE(test_a_buffer_is_locked_up_to_where_it_was_asked) {
     struct world w;
     struct oo_host *host;
     const size_t page = oo__page_bytes();
@@ -180,7 +180,7 @@ static void test_a_buffer_is_locked_up_to_where_it_was_asked(void) {
 }
 
 /* The wall is found to within a step, below it, and nothing stays locked of trying. */
-static void test_how_much_may_be_locked_is_found_by_trying(void) {
+CASE(test_how_much_may_be_locked_is_found_by_trying) {
     enum { STEP = OO_LOCKABLE_STEP, SIZE = 37 * STEP + 4096 };
     struct world w;
     struct oo_host *host;
@@ -232,7 +232,7 @@ static void test_how_much_may_be_locked_is_found_by_trying(void) {
 
 /* Rings that grow are allocated before the old ones are freed; those that shrink are replaced.
  * Without room there are none. */
-static void test_rings_are_as_large_as_the_system_allows(void) {
+CASE(test_rings_are_as_large_as_the_system_allows) {
     const size_t page = oo__page_bytes(), piece = OO_RING_PIECES * page;
     struct world w;
     struct oo_host *host;
@@ -297,7 +297,7 @@ static void without_a_locked_byte(const char *where) {
     free(target);
 }
 
-static void test_without_a_locked_byte_the_bytes_are_the_same(void) {
+CASE(test_without_a_locked_byte_the_bytes_are_the_same) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
         sim.simSetSchedule(schedule, 5);
         without_a_locked_byte("nothing locked");
@@ -334,7 +334,7 @@ static OOCUresult OOCUDAAPI spy_register(void *pages, size_t bytes, unsigned int
 }
 
 /* Locked pages must not cross a fork at any time: the kernel would copy them all. */
-static void test_locked_pages_are_hidden_from_children(void) {
+CASE(test_locked_pages_are_hidden_from_children) {
     struct world w;
     struct oo_host *host;
     world_open(&w, 60000, -1);
@@ -362,20 +362,4 @@ static void test_locked_pages_are_hidden_from_children(void) {
 
 #endif
 
-static const struct check_case cases[] = {
-    CASE(test_refused_locks_are_told),
-    CASE(test_memory_that_cannot_be_unlocked_is_kept),
-    CASE(test_unlocking_waits_for_copies_of_masters_that_moved_away),
-    CASE(test_a_lost_piece_of_the_ring_is_waited_for),
-    CASE(test_a_buffer_is_locked_up_to_where_it_was_asked),
-    CASE(test_how_much_may_be_locked_is_found_by_trying),
-    CASE(test_rings_are_as_large_as_the_system_allows),
-    CASE(test_without_a_locked_byte_the_bytes_are_the_same),
-#if defined(__linux__)
-    CASE(test_locked_pages_are_hidden_from_children),
-#endif
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

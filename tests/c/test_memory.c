@@ -125,7 +125,7 @@ static uint64_t life_without_memory(uint64_t nth) {
     return allocations;
 }
 
-static void test_any_allocation_may_fail(void) {
+CASE(test_any_allocation_may_fail) {
     const uint64_t count = life_without_memory(0);
     CHECK(count > 300, "only %llu allocations", (unsigned long long)count);
     uint64_t failed = 0;
@@ -145,7 +145,7 @@ static OOCUresult OOCUDAAPI spy_create(OOCUevent *event, unsigned int flags) {
 }
 
 /* A real driver writes the handle where its argument points. */
-static void test_no_event_is_created_without_a_record(void) {
+CASE(test_no_event_is_created_without_a_record) {
     struct world w;
     world_open(&w, 60000, -1);
     real_create = w.engine->driver.cuEventCreate;
@@ -165,7 +165,7 @@ static void test_no_event_is_created_without_a_record(void) {
 
 /* ---- host memory ---- */
 
-static void test_host_memory_is_filled_where_asked(void) {
+CASE(test_host_memory_is_filled_where_asked) {
     /* Enough for several threads, and for each kind of page to be tried. */
     const size_t large = (100u << 20) + 4711;
     struct oo_host *host = NULL;
@@ -199,7 +199,7 @@ static void test_host_memory_is_filled_where_asked(void) {
 
 #if defined(__linux__)
 /* Of a file that is mapped for this process alone; more pages than are looked at in one go. */
-static void test_pages_that_were_written_are_found(void) {
+CASE(test_pages_that_were_written_are_found) {
     enum { PAGES = 2048 + 30 };
     const size_t page = oo__page_bytes();
     FILE *file = tmpfile();
@@ -225,7 +225,7 @@ static void test_pages_that_were_written_are_found(void) {
 
 /* What was cut off a file is in the memory that was copied from it, at its old address; what was
  * written stays. */
-static void test_pages_of_a_file_become_memory_where_they_are(void) {
+CASE(test_pages_of_a_file_become_memory_where_they_are) {
     enum { PAGES = 9, FIRST = 2 };
     const size_t page = oo__page_bytes();
     FILE *file = tmpfile();
@@ -252,7 +252,7 @@ static void test_pages_of_a_file_become_memory_where_they_are(void) {
 
 /* Two buffers over one part of a file are one memory; one that can only be read says what the other
  * writes, and a system call that would write to it fails. */
-static void test_a_part_of_a_file_is_one_memory_for_all(void) {
+CASE(test_a_part_of_a_file_is_one_memory_for_all) {
     const size_t page = oo__page_bytes();
     struct oo_host *one, *other, *none;
     FILE *file = tmpfile();
@@ -284,7 +284,7 @@ static void test_a_part_of_a_file_is_one_memory_for_all(void) {
     CHECK(oo_host_destroy(one) == OO_OK && oo_host_destroy(other) == OO_OK, "destroy");
 }
 
-static void test_pages_that_cannot_be_shown_or_had(void) {
+CASE(test_pages_that_cannot_be_shown_or_had) {
     const size_t page = oo__page_bytes();
     char *memory = oo__pages_map(page);
     errno = 0;
@@ -295,7 +295,7 @@ static void test_pages_that_cannot_be_shown_or_had(void) {
 }
 #endif
 
-static void test_host_memory_that_cannot_be_had(void) {
+CASE(test_host_memory_that_cannot_be_had) {
     struct oo_host *host;
     CHECK(oo_host_create(0, &host) == OO_E_ARGUMENT && host == NULL, "no bytes");
     CHECK(oo_host_create(SIZE_MAX, &host) == OO_E_ARGUMENT && host == NULL, "all bytes");
@@ -304,21 +304,4 @@ static void test_host_memory_that_cannot_be_had(void) {
           "%s", oo_error_message());
 }
 
-static const struct check_case cases[] = {
-    CASE(test_host_memory_is_filled_where_asked),
-    CASE(test_host_memory_that_cannot_be_had),
-#if defined(__linux__)
-    CASE(test_pages_that_were_written_are_found),
-    CASE(test_pages_of_a_file_become_memory_where_they_are),
-    CASE(test_pages_that_cannot_be_shown_or_had),
-    CASE(test_a_part_of_a_file_is_one_memory_for_all),
-#endif
-#if defined(CAN_FAIL)
-    CASE(test_any_allocation_may_fail),
-    CASE(test_no_event_is_created_without_a_record),
-#endif
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -427,7 +427,7 @@ static void missed_on_every_schedule(const struct hazard *hazard) {
     }
 }
 
-static void h1_a_kernel_before_its_copy_has_arrived(void) {
+CASE(h1_a_kernel_before_its_copy_has_arrived) {
     const struct hazard hazard = {"H1",
                                   a_kernel_before_its_copy_has_arrived,
                                   STREAM_WAITS,
@@ -437,14 +437,14 @@ static void h1_a_kernel_before_its_copy_has_arrived(void) {
     missed_on_every_schedule(&hazard);
 }
 
-static void h2_a_copy_over_bytes_still_read(void) {
+CASE(h2_a_copy_over_bytes_still_read) {
     const struct hazard hazard = {
         "H2",    a_copy_over_bytes_still_read, STREAM_WAITS,
         "unit ", "read by a kernel",           "write by a host-to-device copy, stream \"h2d\""};
     missed_on_every_schedule(&hazard);
 }
 
-static void h3_a_copy_before_the_lender_has_finished(void) {
+CASE(h3_a_copy_before_the_lender_has_finished) {
     const struct hazard hazard = {"H3",
                                   a_copy_before_the_lender_has_finished,
                                   STREAM_WAITS,
@@ -454,21 +454,21 @@ static void h3_a_copy_before_the_lender_has_finished(void) {
     missed_on_every_schedule(&hazard);
 }
 
-static void h4_bytes_given_back_under_a_kernel(void) {
+CASE(h4_bytes_given_back_under_a_kernel) {
     const struct hazard hazard = {"H4, kernel",       bytes_given_back_under_a_kernel,
                                   STREAM_WAITS,       "of \"unit 0\"",
                                   "read by a kernel", "write by a lender of the memory"};
     missed_on_every_schedule(&hazard);
 }
 
-static void h4_bytes_given_back_under_a_copy(void) {
+CASE(h4_bytes_given_back_under_a_copy) {
     const struct hazard hazard = {"H4, copy",   bytes_given_back_under_a_copy,
                                   SYNCHRONISES, "in flight: simDrop",
                                   "unit ",      "while a copy or kernel on stream \"h2d\""};
     missed_on_every_schedule(&hazard);
 }
 
-static void h5_ring_bytes_rewritten_under_a_copy(void) {
+CASE(h5_ring_bytes_rewritten_under_a_copy) {
     const struct hazard hazard = {"H5, upload",
                                   ring_bytes_rewritten_under_a_copy,
                                   EVENT_WAITS,
@@ -478,7 +478,7 @@ static void h5_ring_bytes_rewritten_under_a_copy(void) {
     missed_on_every_schedule(&hazard);
 }
 
-static void h6_a_locked_download(void) {
+CASE(h6_a_locked_download) {
     const struct hazard hazard = {"H6",
                                   a_locked_download,
                                   STREAM_WAITS,
@@ -488,14 +488,14 @@ static void h6_a_locked_download(void) {
     missed_on_every_schedule(&hazard);
 }
 
-static void h7_masters_unlocked_under_a_copy(void) {
+CASE(h7_masters_unlocked_under_a_copy) {
     const struct hazard hazard = {"H7, unlocked",     masters_unlocked_under_a_copy,
                                   SYNCHRONISES,       "in flight: cuMemHostUnregister",
                                   "masters of unit ", "while a copy or kernel on stream \"h2d\""};
     missed_on_every_schedule(&hazard);
 }
 
-static void h7_masters_rewritten_under_a_copy(void) {
+CASE(h7_masters_rewritten_under_a_copy) {
     const struct hazard hazard = {"H7, rewritten",
                                   masters_rewritten_under_a_copy,
                                   SYNCHRONISES,
@@ -505,7 +505,7 @@ static void h7_masters_rewritten_under_a_copy(void) {
     missed_on_every_schedule(&hazard);
 }
 
-static void h7_pageable_masters_rewritten_under_a_copy(void) {
+CASE(h7_pageable_masters_rewritten_under_a_copy) {
     const struct hazard hazard = {"H7, pageable",
                                   pageable_masters_rewritten_under_a_copy,
                                   SYNCHRONISES,
@@ -515,7 +515,7 @@ static void h7_pageable_masters_rewritten_under_a_copy(void) {
     missed_on_every_schedule(&hazard);
 }
 
-static void h7_masters_stepped_under_a_copy(void) {
+CASE(h7_masters_stepped_under_a_copy) {
     const struct hazard hazard = {"H7, stepped under a copy",
                                   masters_stepped_under_a_copy,
                                   SYNCHRONISES,
@@ -525,21 +525,21 @@ static void h7_masters_stepped_under_a_copy(void) {
     missed_on_every_schedule(&hazard);
 }
 
-static void h7_masters_stepped_under_a_kernel(void) {
+CASE(h7_masters_stepped_under_a_kernel) {
     const struct hazard hazard = {"H7, stepped",      masters_stepped_under_a_kernel,
                                   EVENT_WAITS,        "masters of unit ",
                                   "read by a kernel", "write by a host access"};
     missed_on_every_schedule(&hazard);
 }
 
-static void h7_masters_given_back_under_a_kernel(void) {
+CASE(h7_masters_given_back_under_a_kernel) {
     const struct hazard hazard = {"H7, given back",   masters_given_back_under_a_kernel,
                                   EVENT_WAITS,        "masters of unit ",
                                   "read by a kernel", "write by a host access"};
     missed_on_every_schedule(&hazard);
 }
 
-static void h7_masters_unlocked_under_a_kernel(void) {
+CASE(h7_masters_unlocked_under_a_kernel) {
     const struct hazard hazard = {"H7, unlocked by a kernel",
                                   masters_unlocked_under_a_kernel,
                                   EVENT_WAITS,
@@ -549,14 +549,14 @@ static void h7_masters_unlocked_under_a_kernel(void) {
     missed_on_every_schedule(&hazard);
 }
 
-static void h7_a_ring_given_back_under_a_copy(void) {
+CASE(h7_a_ring_given_back_under_a_copy) {
     const struct hazard hazard = {"H7, ring",    a_ring_given_back_under_a_copy,
                                   SYNCHRONISES,  "in flight: cuMemFreeHost",
                                   "upload ring", "while a copy or kernel on stream \"h2d\""};
     missed_on_every_schedule(&hazard);
 }
 
-static void h8_the_arrival_of_a_locked_download(void) {
+CASE(h8_the_arrival_of_a_locked_download) {
     const struct hazard hazard = {"H8, locked",
                                   a_locked_download,
                                   EVENT_WAITS,
@@ -566,7 +566,7 @@ static void h8_the_arrival_of_a_locked_download(void) {
     missed_on_every_schedule(&hazard);
 }
 
-static void h8_the_arrival_of_a_download_by_the_ring(void) {
+CASE(h8_the_arrival_of_a_download_by_the_ring) {
     const struct hazard hazard = {"H8, ring",
                                   a_download_by_the_ring,
                                   EVENT_WAITS,
@@ -576,21 +576,21 @@ static void h8_the_arrival_of_a_download_by_the_ring(void) {
     missed_on_every_schedule(&hazard);
 }
 
-static void h4_bytes_given_back_under_a_decode(void) {
+CASE(h4_bytes_given_back_under_a_decode) {
     const struct hazard hazard = {
         "H4, decode", bytes_given_back_under_a_decode,        SYNCHRONISES,
         "of \"unit ", "write by a kernel, stream \"decode\"", "write by a lender of the memory"};
     missed_on_every_schedule(&hazard);
 }
 
-static void h2_a_decode_over_bytes_still_read(void) {
+CASE(h2_a_decode_over_bytes_still_read) {
     const struct hazard hazard = {"H2, decode",       a_decode_over_bytes_still_read,
                                   STREAM_WAITS,       "of \"unit ",
                                   "read by a kernel", "write by a kernel, stream \"decode\""};
     missed_on_every_schedule(&hazard);
 }
 
-static void h11_a_chunk_decoded_before_it_has_come(void) {
+CASE(h11_a_chunk_decoded_before_it_has_come) {
     const struct hazard hazard = {"H11",
                                   a_chunk_decoded_before_it_has_come,
                                   STREAM_WAITS,
@@ -600,7 +600,7 @@ static void h11_a_chunk_decoded_before_it_has_come(void) {
     missed_on_every_schedule(&hazard);
 }
 
-static void h12_a_piece_overwritten_under_a_decode(void) {
+CASE(h12_a_piece_overwritten_under_a_decode) {
     const struct hazard hazard = {"H12",
                                   a_piece_overwritten_under_a_decode,
                                   STREAM_WAITS,
@@ -610,7 +610,7 @@ static void h12_a_piece_overwritten_under_a_decode(void) {
     missed_on_every_schedule(&hazard);
 }
 
-static void h13_a_slot_overwritten_under_a_decode(void) {
+CASE(h13_a_slot_overwritten_under_a_decode) {
     const struct hazard hazard = {"H13",
                                   a_slot_overwritten_under_a_decode,
                                   STREAM_WAITS,
@@ -620,7 +620,7 @@ static void h13_a_slot_overwritten_under_a_decode(void) {
     missed_on_every_schedule(&hazard);
 }
 
-static void h13_a_rest_overwritten_under_a_kernel(void) {
+CASE(h13_a_rest_overwritten_under_a_kernel) {
     const struct hazard hazard = {
         "H13, rest",        a_rest_overwritten_under_a_kernel,
         STREAM_WAITS,       "of \"unit 15\"",
@@ -628,7 +628,7 @@ static void h13_a_rest_overwritten_under_a_kernel(void) {
     missed_on_every_schedule(&hazard);
 }
 
-static void h14_a_kernel_before_what_is_not_coded_has_come(void) {
+CASE(h14_a_kernel_before_what_is_not_coded_has_come) {
     const struct hazard hazard = {"H14",
                                   a_kernel_before_what_is_not_coded_has_come,
                                   STREAM_WAITS,
@@ -638,33 +638,4 @@ static void h14_a_kernel_before_what_is_not_coded_has_come(void) {
     missed_on_every_schedule(&hazard);
 }
 
-static const struct check_case cases[] = {
-    CASE(h1_a_kernel_before_its_copy_has_arrived),
-    CASE(h2_a_copy_over_bytes_still_read),
-    CASE(h3_a_copy_before_the_lender_has_finished),
-    CASE(h4_bytes_given_back_under_a_kernel),
-    CASE(h4_bytes_given_back_under_a_copy),
-    CASE(h5_ring_bytes_rewritten_under_a_copy),
-    CASE(h6_a_locked_download),
-    CASE(h7_masters_unlocked_under_a_copy),
-    CASE(h7_masters_rewritten_under_a_copy),
-    CASE(h7_pageable_masters_rewritten_under_a_copy),
-    CASE(h7_masters_stepped_under_a_copy),
-    CASE(h7_masters_stepped_under_a_kernel),
-    CASE(h7_masters_given_back_under_a_kernel),
-    CASE(h7_masters_unlocked_under_a_kernel),
-    CASE(h7_a_ring_given_back_under_a_copy),
-    CASE(h8_the_arrival_of_a_locked_download),
-    CASE(h8_the_arrival_of_a_download_by_the_ring),
-    CASE(h2_a_decode_over_bytes_still_read),
-    CASE(h4_bytes_given_back_under_a_decode),
-    CASE(h11_a_chunk_decoded_before_it_has_come),
-    CASE(h12_a_piece_overwritten_under_a_decode),
-    CASE(h13_a_slot_overwritten_under_a_decode),
-    CASE(h13_a_rest_overwritten_under_a_kernel),
-    CASE(h14_a_kernel_before_what_is_not_coded_has_come),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

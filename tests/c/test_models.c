@@ -2,7 +2,7 @@
 #include "world.h"
 
 /* A model may be removed while units are in use, if none is its own; a lease, if none is in it. */
-static void test_who_is_in_the_way_of_a_detach(void) {
+CASE(test_who_is_in_the_way_of_a_detach) {
     struct world w;
     struct oo_use use;
     struct oo_fetched fetched;
@@ -29,7 +29,7 @@ static void test_who_is_in_the_way_of_a_detach(void) {
 }
 
 /* Detaching fails where the segment's stream cannot be ordered after a use, and can be repeated. */
-static void test_a_detach_that_failed_can_be_repeated(void) {
+CASE(test_a_detach_that_failed_can_be_repeated) {
     static const char *const calls[] = {"cuStreamWaitEvent", "cuStreamSynchronize", "simDrop"};
     for (unsigned i = 0; i < 3; i++) {
         struct world w;
@@ -51,7 +51,7 @@ static void test_a_detach_that_failed_can_be_repeated(void) {
 }
 
 /* A segment that could not be ordered after its stream's work is not used, and not kept. */
-static void test_a_segment_that_failed_is_given_back(void) {
+CASE(test_a_segment_that_failed_is_given_back) {
     static const char *const calls[] = {"simAdopt", "cuEventRecord", "cuStreamWaitEvent"};
     for (unsigned i = 0; i < 3; i++) {
         struct world w;
@@ -76,12 +76,4 @@ static void test_a_segment_that_failed_is_given_back(void) {
     }
 }
 
-static const struct check_case cases[] = {
-    CASE(test_who_is_in_the_way_of_a_detach),
-    CASE(test_a_detach_that_failed_can_be_repeated),
-    CASE(test_a_segment_that_failed_is_given_back),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -64,7 +64,7 @@ static void make_system(void) {
     write_file("devices/system/node/node4/cpulist", "0-9999999\n");
 }
 
-static void the_node_is_read_as_the_system_tells_it(void) {
+CASE(the_node_is_read_as_the_system_tells_it) {
     make_system();
     write_file("bus/pci/devices/0000:ab:00.0/numa_node", "1\n");
     write_file("bus/pci/devices/0000:ac:00.0/numa_node", "-1\n");
@@ -82,7 +82,7 @@ static void the_node_is_read_as_the_system_tells_it(void) {
     remove_all_files();
 }
 
-static void a_thread_is_bound_as_far_as_it_may_run_there(void) {
+CASE(a_thread_is_bound_as_far_as_it_may_run_there) {
     char now[4096];
     make_system();
     struct oo_binding *binding = oo__thread_bind(sys, 1);
@@ -124,7 +124,7 @@ static OOCUresult OOCUDAAPI seen_allocate(void **memory, size_t bytes, unsigned 
     return real_allocate(memory, bytes, flags);
 }
 
-static void copy_threads_run_where_the_device_is(void) {
+CASE(copy_threads_run_where_the_device_is) {
     struct world w;
     char now[4096];
     make_system();
@@ -152,7 +152,7 @@ static void copy_threads_run_where_the_device_is(void) {
 }
 
 /* Filling touches the pages: the kernel gives them on the node of the processor that does. */
-static void masters_are_filled_where_the_device_is(void) {
+CASE(masters_are_filled_where_the_device_is) {
     enum { BYTES = 9 << 20 };
     struct oo_host *host;
     char *source = malloc(BYTES), now[4096];
@@ -189,7 +189,7 @@ static int node_of(struct world *w) {
 }
 
 /* An older driver does not know the question; any other failure is an error. */
-static void a_driver_that_does_not_know_the_node_is_no_failure(void) {
+CASE(a_driver_that_does_not_know_the_node_is_no_failure) {
     struct world w;
     world_open(&w, 60000, -1);
     w.engine->driver.cuDeviceGetAttribute = telling;
@@ -205,7 +205,7 @@ static void a_driver_that_does_not_know_the_node_is_no_failure(void) {
 }
 
 /* The driver is asked where the system does not say. */
-static void the_driver_may_know_the_node(void) {
+CASE(the_driver_may_know_the_node) {
     struct world w;
     make_system();
     write_file("bus/pci/devices/0000:ab:00.0/numa_node", "1\n");
@@ -226,7 +226,7 @@ static void the_driver_may_know_the_node(void) {
 
 #else
 
-static void nowhere_is_a_node_told(void) {
+CASE(nowhere_is_a_node_told) {
     CHECK(oo__numa_node(OO_SYS, "0000:01:00.0") == -1, "told");
     CHECK(oo__thread_bind(OO_SYS, -1) == NULL, "bound");
     oo__thread_unbind(NULL);
@@ -234,19 +234,4 @@ static void nowhere_is_a_node_told(void) {
 
 #endif
 
-static const struct check_case cases[] = {
-#if defined(__linux__)
-    CASE(the_node_is_read_as_the_system_tells_it),
-    CASE(a_thread_is_bound_as_far_as_it_may_run_there),
-    CASE(copy_threads_run_where_the_device_is),
-    CASE(masters_are_filled_where_the_device_is),
-    CASE(the_driver_may_know_the_node),
-    CASE(a_driver_that_does_not_know_the_node_is_no_failure),
-#else
-    CASE(nowhere_is_a_node_told),
-#endif
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -169,7 +169,7 @@ static void more_streams_than_entries(const char *where) {
 }
 
 /* A stream that is ordered after a copy already waits for no event again; another one does. */
-static void test_a_stream_that_lasts_waits_for_a_copy_once(void) {
+CASE(test_a_stream_that_lasts_waits_for_a_copy_once) {
     struct world w;
     uintptr_t compute;
     world_open_on_device(&w, 400000);
@@ -191,7 +191,7 @@ static void test_a_stream_that_lasts_waits_for_a_copy_once(void) {
 
 /* More streams than the unit has marks for, each of which may be another by now: each waits every
  * time, nothing is overrun. */
-static void test_more_streams_than_have_marks_wait_each_time(void) {
+CASE(test_more_streams_than_have_marks_wait_each_time) {
     enum { STREAMS = OO_STREAMS + 3 };
     struct world w;
     uintptr_t streams[STREAMS];
@@ -543,7 +543,7 @@ enum { RING_DOWNLOAD_BYTES = (20 << 20) + 77 };
 
 /* What a download costs, by events on the device: exactly its copy, however busy the streams are.
  */
-static void test_a_download_is_measured_exactly(void) {
+CASE(test_a_download_is_measured_exactly) {
     sim.simSetSchedule(SIM_TIMED, 0);
     struct world w;
     struct oo_host *host;
@@ -599,97 +599,64 @@ static void unlocked_right_after_a_download(const char *where) {
     world_close(&w, where);
 }
 
-static void steps_on_a_stream_of_the_caller_on_every_schedule(void) {
+CASE(steps_on_a_stream_of_the_caller_on_every_schedule) {
     for_each_schedule(steps_on_a_stream_of_the_caller, "steps");
 }
-static void training_after_many_samples_on_every_schedule(void) {
+CASE(training_after_many_samples_on_every_schedule) {
     for_each_schedule(training_after_many_samples, "samples");
 }
-static void steps_on_the_default_stream_on_every_schedule(void) {
+CASE(steps_on_the_default_stream_on_every_schedule) {
     for_each_schedule(steps_on_the_default_stream, "default stream");
 }
-static void more_streams_than_entries_on_every_schedule(void) {
+CASE(more_streams_than_entries_on_every_schedule) {
     for_each_schedule(more_streams_than_entries, "many streams");
 }
-static void a_kernel_on_a_stream_with_an_old_handle_on_every_schedule(void) {
+CASE(a_kernel_on_a_stream_with_an_old_handle_on_every_schedule) {
     for_each_schedule(a_kernel_on_a_stream_with_an_old_handle, "old handle");
 }
-static void a_copy_over_what_a_stream_that_has_ended_reads_on_every_schedule(void) {
+CASE(a_copy_over_what_a_stream_that_has_ended_reads_on_every_schedule) {
     for_each_schedule(a_copy_over_what_a_stream_that_has_ended_reads, "ended stream");
 }
-static void a_refused_wait_for_a_stream_that_has_ended_on_every_schedule(void) {
+CASE(a_refused_wait_for_a_stream_that_has_ended_on_every_schedule) {
     for_each_schedule(a_refused_wait_for_a_stream_that_has_ended, "ended stream, refused");
 }
-static void masters_written_under_a_stream_that_has_ended_on_every_schedule(void) {
+CASE(masters_written_under_a_stream_that_has_ended_on_every_schedule) {
     for_each_schedule(masters_written_under_a_stream_that_has_ended, "ended stream, masters");
 }
-static void dropped_while_a_kernel_reads_on_every_schedule(void) {
+CASE(dropped_while_a_kernel_reads_on_every_schedule) {
     for_each_schedule(dropped_while_a_kernel_reads, "drop");
 }
-static void a_segment_from_a_busy_stream_on_every_schedule(void) {
+CASE(a_segment_from_a_busy_stream_on_every_schedule) {
     for_each_schedule(a_segment_from_a_busy_stream, "busy allocator");
 }
-static void a_second_segment_from_another_stream_on_every_schedule(void) {
+CASE(a_second_segment_from_another_stream_on_every_schedule) {
     for_each_schedule(a_second_segment_from_another_stream, "second segment");
 }
-static void removed_after_uses_on_other_streams_on_every_schedule(void) {
+CASE(removed_after_uses_on_other_streams_on_every_schedule) {
     for_each_schedule(removed_after_uses_on_other_streams, "remove");
 }
-static void removed_with_copies_in_flight_on_every_schedule(void) {
+CASE(removed_with_copies_in_flight_on_every_schedule) {
     for_each_schedule(removed_with_copies_in_flight, "remove in flight");
 }
-static void a_segment_goes_with_another_models_units_on_every_schedule(void) {
+CASE(a_segment_goes_with_another_models_units_on_every_schedule) {
     for_each_schedule(a_segment_goes_with_another_models_units, "shared segments");
 }
-static void through_the_ring_on_every_schedule(void) {
-    for_each_schedule(through_the_ring, "ring");
-}
-static void a_large_unit_through_the_ring(void) { a_large_unit("large unit through the ring"); }
-static void a_large_unit_through_the_ring_behind_late_copies(void) {
+CASE(through_the_ring_on_every_schedule) { for_each_schedule(through_the_ring, "ring"); }
+CASE(a_large_unit_through_the_ring) { a_large_unit("large unit through the ring"); }
+CASE(a_large_unit_through_the_ring_behind_late_copies) {
     sim.simSetSchedule(SIM_STARVE_COPY, 0);
     a_large_unit("large unit through the ring, starve-copy");
 }
-static void downloads_to_locked_memory_on_every_schedule(void) {
+CASE(downloads_to_locked_memory_on_every_schedule) {
     for_each_schedule(downloads_to_locked_memory, "locked download");
 }
-static void downloads_through_the_ring(void) {
-    downloads_of("ring download", RING_DOWNLOAD_BYTES, 0);
-}
-static void downloads_through_the_ring_behind_late_copies(void) {
+CASE(downloads_through_the_ring) { downloads_of("ring download", RING_DOWNLOAD_BYTES, 0); }
+CASE(downloads_through_the_ring_behind_late_copies) {
     sim.simSetSchedule(SIM_STARVE_COPY, 0);
     downloads_of("ring download, starve-copy", RING_DOWNLOAD_BYTES, 0);
 }
-static void unlocked_right_after_a_download_on_every_schedule(void) {
+CASE(unlocked_right_after_a_download_on_every_schedule) {
     for_each_schedule(unlocked_right_after_a_download, "unlock");
 }
 
-static const struct check_case cases[] = {
-    CASE(steps_on_a_stream_of_the_caller_on_every_schedule),
-    CASE(training_after_many_samples_on_every_schedule),
-    CASE(steps_on_the_default_stream_on_every_schedule),
-    CASE(more_streams_than_entries_on_every_schedule),
-    CASE(test_a_stream_that_lasts_waits_for_a_copy_once),
-    CASE(test_more_streams_than_have_marks_wait_each_time),
-    CASE(a_kernel_on_a_stream_with_an_old_handle_on_every_schedule),
-    CASE(a_copy_over_what_a_stream_that_has_ended_reads_on_every_schedule),
-    CASE(a_refused_wait_for_a_stream_that_has_ended_on_every_schedule),
-    CASE(masters_written_under_a_stream_that_has_ended_on_every_schedule),
-    CASE(dropped_while_a_kernel_reads_on_every_schedule),
-    CASE(a_segment_from_a_busy_stream_on_every_schedule),
-    CASE(a_second_segment_from_another_stream_on_every_schedule),
-    CASE(removed_after_uses_on_other_streams_on_every_schedule),
-    CASE(removed_with_copies_in_flight_on_every_schedule),
-    CASE(a_segment_goes_with_another_models_units_on_every_schedule),
-    CASE(through_the_ring_on_every_schedule),
-    CASE(a_large_unit_through_the_ring),
-    CASE(a_large_unit_through_the_ring_behind_late_copies),
-    CASE(downloads_to_locked_memory_on_every_schedule),
-    CASE(downloads_through_the_ring),
-    CASE(downloads_through_the_ring_behind_late_copies),
-    CASE(test_a_download_is_measured_exactly),
-    CASE(unlocked_right_after_a_download_on_every_schedule),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

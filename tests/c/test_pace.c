@@ -51,7 +51,7 @@ static unsigned known(const struct world *w) {
 
 /* Waits for copies are left out: most units are streamed here. The first sweep is not measured, as
  * it pays for more than its kernels. */
-static void test_seconds_of_forwards_are_learned(void) {
+CASE(test_seconds_of_forwards_are_learned) {
     struct world w;
     struct sim_device device;
     world_open(&w, 60000, -1);
@@ -69,7 +69,7 @@ static void test_seconds_of_forwards_are_learned(void) {
 }
 
 /* Of two units, one after the other; the second one's copy comes late. */
-static void test_a_wait_for_a_copy_is_nobodys_time(void) {
+CASE(test_a_wait_for_a_copy_is_nobodys_time) {
     struct world w;
     double end_s;
     world_open(&w, 400000, -1);
@@ -90,7 +90,7 @@ static void test_a_wait_for_a_copy_is_nobodys_time(void) {
     world_close(&w, "waits");
 }
 
-static void test_a_backward_tells_nothing(void) {
+CASE(test_a_backward_tells_nothing) {
     struct world w;
     world_open(&w, 60000, -1);
     for (int i = 0; i < 4; i++)
@@ -101,7 +101,7 @@ static void test_a_backward_tells_nothing(void) {
 }
 
 /* What begins on one stream does not end on another, nor under a timeline: it would be a row. */
-static void test_a_measurement_is_given_up_where_it_cannot_end(void) {
+CASE(test_a_measurement_is_given_up_where_it_cannot_end) {
     struct world w;
     struct oo_trace_row *rows;
     size_t count;
@@ -137,7 +137,7 @@ static void test_a_measurement_is_given_up_where_it_cannot_end(void) {
 
 /* However late a measurement ends, one of each unit is enough until all have one, and a few are
  * after that; one that was given up is none. */
-static void test_each_unit_is_measured_a_few_times(void) {
+CASE(test_each_unit_is_measured_a_few_times) {
     struct world w;
     double end_s;
     unsigned measured[UNITS] = {0};
@@ -177,7 +177,7 @@ static void add_span(struct world *w) {
 }
 
 /* The plan learns even when no caller asks for figures. */
-static void test_spans_that_have_ended_are_read_soon(void) {
+CASE(test_spans_that_have_ended_are_read_soon) {
     struct world w;
     double end_s;
     world_open(&w, 400000, -1);
@@ -195,7 +195,7 @@ static void test_spans_that_have_ended_are_read_soon(void) {
 
 /* What has not ended when it is asked costs a call: with room enough no call asks, and without it
  * one in so many does. */
-static void test_spans_are_seldom_asked_whether_they_have_ended(void) {
+CASE(test_spans_are_seldom_asked_whether_they_have_ended) {
     enum { TURNS = 4 * OO_SAMPLED_ONE_IN };
     struct world w;
     double end_s;
@@ -231,7 +231,7 @@ static void test_spans_are_seldom_asked_whether_they_have_ended(void) {
 
 /* What a run has learned, passed to the next: it counts until it is measured, which is not in a
  * first forward of this run. */
-static void test_an_earlier_runs_seconds_count_until_they_are_measured(void) {
+CASE(test_an_earlier_runs_seconds_count_until_they_are_measured) {
     struct world w;
     struct oo_visit visits[UNITS];
     struct oo_unit_pace told[UNITS], rows[UNITS + 1];
@@ -272,7 +272,7 @@ static void test_an_earlier_runs_seconds_count_until_they_are_measured(void) {
 }
 
 /* It weighs as one copy: what is measured counts for more soon. */
-static void test_the_link_of_an_earlier_run_is_forgotten(void) {
+CASE(test_the_link_of_an_earlier_run_is_forgotten) {
     struct world w;
     uint64_t link_bps;
     size_t count;
@@ -292,7 +292,7 @@ static void test_the_link_of_an_earlier_run_is_forgotten(void) {
     world_close(&w, "the link");
 }
 
-static void test_seconds_of_no_unit_are_refused(void) {
+CASE(test_seconds_of_no_unit_are_refused) {
     struct world w;
     size_t count;
     uint64_t link_bps;
@@ -315,19 +315,4 @@ static void test_seconds_of_no_unit_are_refused(void) {
     world_close(&w, "refused");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_an_earlier_runs_seconds_count_until_they_are_measured),
-    CASE(test_the_link_of_an_earlier_run_is_forgotten),
-    CASE(test_seconds_of_no_unit_are_refused),
-    CASE(test_seconds_of_forwards_are_learned),
-    CASE(test_a_wait_for_a_copy_is_nobodys_time),
-    CASE(test_a_backward_tells_nothing),
-    CASE(test_each_unit_is_measured_a_few_times),
-    CASE(test_spans_that_have_ended_are_read_soon),
-    CASE(test_spans_are_seldom_asked_whether_they_have_ended),
-    CASE(test_a_measurement_is_given_up_where_it_cannot_end),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

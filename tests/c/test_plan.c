@@ -117,7 +117,7 @@ static size_t x_min(const struct model *m, size_t capacity) {
     return capacity < m->total ? 2 * (m->total - capacity) : 0;
 }
 
-static void test_bytes_per_step_stay_near_the_lower_bound(void) {
+CASE(test_bytes_per_step_stay_near_the_lower_bound) {
     static struct model m;
     for (int checkpointed = 0; checkpointed < 2; checkpointed++) {
         flux(&m, 3072, checkpointed);
@@ -173,7 +173,7 @@ static struct outcome settle(struct oo_plan *plan, const struct model *m, int st
 }
 
 /* The order of creation is another than that of execution, which is learned at the first turn. */
-static void test_units_created_in_another_order_than_they_run(void) {
+CASE(test_units_created_in_another_order_than_they_run) {
     static struct model m;
     uint32_t other[MAX_UNITS];
     size_t bytes[MAX_UNITS];
@@ -205,7 +205,7 @@ static void test_units_created_in_another_order_than_they_run(void) {
 }
 
 /* Homes go through all segments; what is left over at the ends of segments is not lost. */
-static void test_several_segments_are_nearly_as_good_as_one(void) {
+CASE(test_several_segments_are_nearly_as_good_as_one) {
     static struct model m;
     struct oo_segment *segment;
     unsigned moved;
@@ -230,7 +230,7 @@ static void test_several_segments_are_nearly_as_good_as_one(void) {
 
 /* The arena grows to a checkpointed block by the difference, in a segment of its own next to the
  * first one. */
-static void test_a_difference_is_nearly_as_good_as_one_segment(void) {
+CASE(test_a_difference_is_nearly_as_good_as_one_segment) {
     static struct model m;
     struct oo_segment *segment;
     unsigned moved;
@@ -260,7 +260,7 @@ static void test_a_difference_is_nearly_as_good_as_one_segment(void) {
 }
 
 /* The weights of a model that is gone leave no gaps between the places of the others. */
-static void test_places_close_up_when_units_are_removed(void) {
+CASE(test_places_close_up_when_units_are_removed) {
     static struct model m, both;
     unsigned moved;
     flux(&m, 3072, 1);
@@ -286,7 +286,7 @@ static void test_places_close_up_when_units_are_removed(void) {
 }
 
 /* Sampling visits 0..L-1 over and over: keeping c units, the best possible is about L - c loads. */
-static void test_sampling_does_not_degenerate_to_loading_everything(void) {
+CASE(test_sampling_does_not_degenerate_to_loading_everything) {
     static struct model m;
     flux(&m, 3072, 1);
     const size_t capacity = aligned(m.total / 2);
@@ -396,7 +396,7 @@ static struct step timed_step_in_two(const struct model *m, size_t first, size_t
 /* A fetch whose place is free only after other uses waits for it, and all later ones behind it.
  * That costs little as long as all are in place: where one is not, it has taken another's place (up
  * to 1.22 where free room is anybody's). */
-static void test_a_slow_link_does_not_rest(void) {
+CASE(test_a_slow_link_does_not_rest) {
     static struct model m;
     double sum = 0;
     int n = 0;
@@ -418,7 +418,7 @@ static void test_a_slow_link_does_not_rest(void) {
 /* What stays in use for a whole forward, as what a model's own forward computes with does, delays
  * no other unit: no unit has its place there (else up to 1.43, on average 1.14), and a unit in
  * another's place leaves (else up to 1.39). */
-static void test_what_stays_in_use_holds_nobody_up(void) {
+CASE(test_what_stays_in_use_holds_nobody_up) {
     static struct model m, backward;
     static struct clocks c;
     double sum = 0;
@@ -454,7 +454,7 @@ static void test_what_stays_in_use_holds_nobody_up(void) {
 
 /* Whatever disturbs a measurement makes it longer. What is expected counts until there is one, and
  * what was measured of a unit that is gone by now, never. */
-static void test_the_least_that_was_measured_counts(void) {
+CASE(test_the_least_that_was_measured_counts) {
     static struct model m;
     static const struct {
         double took_s, known_s;
@@ -499,7 +499,7 @@ static void interleave(struct model *m, unsigned batches, unsigned members) {
 /* In an arena of less than two blocks, a block comes in for its backward as far as the one before
  * it has gone, whatever is known of seconds: in the places of the forward, copies would wait until
  * all of it has (4.21, 4.21, 6.47 and 4.41). */
-static void test_blocks_pile_up_in_a_backward(void) {
+CASE(test_blocks_pile_up_in_a_backward) {
     static struct model m;
     static const struct {
         unsigned batches, members, segments;
@@ -530,7 +530,7 @@ static void test_blocks_pile_up_in_a_backward(void) {
 
 /* FLUX.2's blocks, in segments that hold them only with their units in another order: the places of
  * the forward waste less than piles that some units find no room in (1.168). */
-static void test_no_piles_where_a_block_finds_no_room(void) {
+CASE(test_no_piles_where_a_block_finds_no_room) {
     static struct model m;
     static const unsigned twin[] = {1, 1, 1, 1, 1, 1, 1, 1, 6, 3, 6, 3}, single[] = {9, 4};
     m = (struct model){0};
@@ -549,7 +549,7 @@ static void test_no_piles_where_a_block_finds_no_room(void) {
 
 /* Rounds: what stays is spread evenly, the rest streams through a ring of four of the largest
  * units, fewer where the seconds of a round say so, also in a segment that was added. */
-static void test_samples_stream_through_a_ring(void) {
+CASE(test_samples_stream_through_a_ring) {
     static struct model m;
     flux(&m, 3072, 1);
     for (int percent = 30; percent <= 70; percent += 20)
@@ -636,7 +636,7 @@ static void many_samples(double seconds_per_byte) {
     oo_plan_destroy(plan);
 }
 
-static void test_many_samples_are_no_interruption(void) {
+CASE(test_many_samples_are_no_interruption) {
     many_samples(0);
     many_samples(0.5e-9);
     many_samples(4e-9);
@@ -669,7 +669,7 @@ static double samples_told(const struct model *m, size_t capacity, const double 
 
 /* The plan asks again which units stay after 9, 18, 36 ... samples. Seconds that differ a little
  * move no unit; where they were far off, those that stay are chosen again. */
-static void test_samples_move_again_only_where_that_pays(void) {
+CASE(test_samples_move_again_only_where_that_pays) {
     static struct model m;
     static double kernels_s[MAX_UNITS];
     double slowest;
@@ -715,7 +715,7 @@ static double samples_told_late(const struct model *m, size_t capacity, int samp
 
 /* Those that stay are chosen by the seconds once all of them are known, or after six samples; at
  * once where an earlier run has measured them. */
-static void test_samples_wait_for_the_seconds_of_all(void) {
+CASE(test_samples_wait_for_the_seconds_of_all) {
     static struct model m;
     static double kernels_s[MAX_UNITS];
     flux(&m, 3072, 1);
@@ -735,7 +735,7 @@ static void test_samples_wait_for_the_seconds_of_all(void) {
 
 /* Before any seconds are known, those that stay are spread all the same, from the second sample on:
  * what streams comes one by one, and the link has as much to do at any time. */
-static void test_samples_are_spread_before_their_seconds_are_known(void) {
+CASE(test_samples_are_spread_before_their_seconds_are_known) {
     static struct model m;
     static double kernels_s[MAX_UNITS];
     flux(&m, 3072, 1);
@@ -749,7 +749,7 @@ static void test_samples_are_spread_before_their_seconds_are_known(void) {
 
 /* The ring begins with one that is small while no seconds are known, and is too small for that once
  * they are. */
-static void test_a_ring_begins_elsewhere_once_the_seconds_are_known(void) {
+CASE(test_a_ring_begins_elsewhere_once_the_seconds_are_known) {
     static struct model m;
     static double kernels_s[MAX_UNITS];
     static const size_t sizes[] = {8, 1, 1, 8, 28, 28, 28};
@@ -768,7 +768,7 @@ static void test_a_ring_begins_elsewhere_once_the_seconds_are_known(void) {
 
 /* Seconds that become known after training has begun move no unit: the step after those samples
  * would have to fetch it all back. */
-static void test_seconds_that_training_makes_known_move_nobody(void) {
+CASE(test_seconds_that_training_makes_known_move_nobody) {
     static struct model m;
     static struct clocks c;
     flux(&m, 3072, 1);
@@ -794,7 +794,7 @@ static void test_seconds_that_training_makes_known_move_nobody(void) {
 }
 
 /* Those that stay keep their places where most of them can: what moves is copied again. */
-static void test_who_stays_where_it_lies_is_not_copied_again(void) {
+CASE(test_who_stays_where_it_lies_is_not_copied_again) {
     static struct model m;
     flux_of(&m, 5, 512, 1);
     const size_t capacity = aligned(m.total / 2), missing = m.total - capacity;
@@ -813,7 +813,7 @@ static void test_who_stays_where_it_lies_is_not_copied_again(void) {
  * unit moves for that: samples load no more than they did, but for what one has loaded ahead of the
  * next.
  */
-static void test_a_ring_shrinks_once_the_seconds_are_known(void) {
+CASE(test_a_ring_shrinks_once_the_seconds_are_known) {
     static struct model m;
     flux(&m, 3072, 1);
     for (int segments = 1; segments <= 2; segments++) {
@@ -846,7 +846,7 @@ static void test_a_ring_shrinks_once_the_seconds_are_known(void) {
 
 /* Others stay once the seconds are known, if a round copies less then, and the link can move them
  * while kernels take all the time. Where the link is what a round waits for, that has to pay. */
-static void test_others_stay_for_fewer_bytes_only_while_kernels_take_all_the_time(void) {
+CASE(test_others_stay_for_fewer_bytes_only_while_kernels_take_all_the_time) {
     static struct model m;
     flux(&m, 3072, 1);
     const size_t capacity = aligned(m.total / 2);
@@ -874,7 +874,7 @@ static void test_others_stay_for_fewer_bytes_only_while_kernels_take_all_the_tim
 /* Few samples between training steps leave what is in the arena there: the first step after them
  * has nearly all its bytes back, and so has every later one. The latest training step was followed
  * by samples then, and those before it by training. */
-static void test_training_goes_on_after_samples(void) {
+CASE(test_training_goes_on_after_samples) {
     static struct model m;
     for (int percent = 30; percent <= 70; percent += 20) {
         flux(&m, 3072, 1);
@@ -913,7 +913,7 @@ static struct model recorded(const struct model *m, unsigned first, unsigned eve
 /* Where training's forward can be distinguished from a sample, the first step after samples knows
  * that a backward follows, however many they were: what a sample would want next is not fetched at
  * its turn. So it moves fewer bytes, and all later ones are as without samples, or nearly. */
-static void test_recorded_forwards_tell_training_from_samples(void) {
+CASE(test_recorded_forwards_tell_training_from_samples) {
     static struct model m, training;
     static const unsigned samples[] = {4, 4, 5, 30, 12, 30}, ways[][2] = {{0, 1}, {5, 1}, {3, 7}};
     flux(&m, 3072, 1);
@@ -975,7 +975,7 @@ static struct model shuffled(const struct model *m, unsigned seed) {
 
 /* The first forward of a kind is expected to go as those of the other kind did, in whatever order
  * the units were created. */
-static void test_the_first_of_a_kind_knows_the_order(void) {
+CASE(test_the_first_of_a_kind_knows_the_order) {
     static struct model m, other[2];
     flux(&m, 3072, 1);
     m = shuffled(&m, 7);
@@ -995,7 +995,7 @@ static void test_the_first_of_a_kind_knows_the_order(void) {
 
 /* Where samples are recorded as training's forward is (the engine does not know that they are
  * samples), the result is that of a run in which neither is recorded. */
-static void test_samples_that_are_recorded_are_no_training(void) {
+CASE(test_samples_that_are_recorded_are_no_training) {
     static struct model kinds[2];
     flux(&kinds[0], 3072, 1);
     kinds[1] = recorded(&kinds[0], 0, 1);
@@ -1017,7 +1017,7 @@ static void test_samples_that_are_recorded_are_no_training(void) {
 
 /* A forward that is recorded and breaks off is no training: what it has settled for those that were
  * spread then does not bind later samples, and training after them finds back. */
-static void test_forwards_that_break_off_bind_nobody(void) {
+CASE(test_forwards_that_break_off_bind_nobody) {
     static struct model m, training;
     static const struct {
         unsigned samples, broken, after;
@@ -1050,7 +1050,7 @@ static void test_forwards_that_break_off_bind_nobody(void) {
 
 /* Once training has found back from samples, its steps move what they did before them: also where
  * units are created against their order, and whatever else is sampled in between. */
-static void test_steps_are_what_they_were_before_samples(void) {
+CASE(test_steps_are_what_they_were_before_samples) {
     static struct model m, other;
     static const int resident[] = {15, 25, 40, 60, 85};
     flux(&m, 3072, 1);
@@ -1082,7 +1082,7 @@ static void test_steps_are_what_they_were_before_samples(void) {
 
 /* Nor does what they displaced stay so: from the third step after them on, the link rests as little
  * as without them. */
-static void test_training_takes_as_long_after_samples(void) {
+CASE(test_training_takes_as_long_after_samples) {
     static struct model m;
     static struct clocks c;
     flux(&m, 3072, 1);
@@ -1107,7 +1107,7 @@ static void test_training_takes_as_long_after_samples(void) {
 
 /* A unit of several members is visited once for each, in a row: that is no round, and samples
  * between training steps cost what they cost with units of one. */
-static void test_rounds_of_units_with_several_members(void) {
+CASE(test_rounds_of_units_with_several_members) {
     static struct model m;
     static struct visit visits[MAX_VISITS];
     unsigned n = 0, n_forward = 0;
@@ -1145,7 +1145,7 @@ static void uniform(struct model *m, unsigned n) {
 
 /* A past is compared as far as 256 visits back, which is less than a forward of many units: what
  * follows samples is known all the same, but for one late copy and what was fetched ahead of it. */
-static void test_long_forwards_after_samples(void) {
+CASE(test_long_forwards_after_samples) {
     static struct model m;
     for (unsigned n = 120; n <= 1200; n *= 10) {
         uniform(&m, n);
@@ -1175,7 +1175,7 @@ static void test_long_forwards_after_samples(void) {
 
 /* Pictures: a text encoder once, a denoiser twenty times, a decoder once. All that is between two
  * uses of the encoder is no round of its own; the denoiser's are. */
-static void test_rounds_within_a_round(void) {
+CASE(test_rounds_within_a_round) {
     static struct model m;
     static struct visit training[MAX_VISITS];
     enum { TEXT = 20, DENOISER = 40, DECODER = 5, TIMES = 20 };
@@ -1212,7 +1212,7 @@ static void test_rounds_within_a_round(void) {
 
 /* Where a unit is used twice in a forward, as tied weights are, samples are counted by whole
  * forwards: a few of them leave the arena to training. */
-static void test_a_unit_that_is_used_twice_in_a_round(void) {
+CASE(test_a_unit_that_is_used_twice_in_a_round) {
     static struct model m;
     static struct visit step[MAX_VISITS];
     unsigned n = 0, n_forward;
@@ -1242,7 +1242,7 @@ static void test_a_unit_that_is_used_twice_in_a_round(void) {
  * what a block is from its first backward, and from then on takes hardly more than the least (up to
  * 1.46 of it in the fourth step, and more in each later step, while they were in the places of
  * others). */
-static void test_training_begins_after_samples(void) {
+CASE(test_training_begins_after_samples) {
     static struct model m;
     static struct clocks c;
     for (int checkpointed = 0; checkpointed < 2; checkpointed++)
@@ -1277,7 +1277,7 @@ static void test_training_begins_after_samples(void) {
 
 /* Where the arena's segments come or go, those that were spread in it have no place in
  * particular. */
-static void test_a_segment_goes_after_samples_were_spread(void) {
+CASE(test_a_segment_goes_after_samples_were_spread) {
     static struct model m;
     static struct clocks c;
     flux(&m, 3072, 1);
@@ -1310,7 +1310,7 @@ static void test_a_segment_goes_after_samples_were_spread(void) {
 
 /* Each unit that has to leave is returned once, so that one that cannot leave does not block the
  * others. */
-static void test_each_that_leaves_is_told_once(void) {
+CASE(test_each_that_leaves_is_told_once) {
     static struct model m;
     uint32_t unit, last = 0;
     unsigned count = 0;
@@ -1333,7 +1333,7 @@ static void test_each_that_leaves_is_told_once(void) {
 }
 
 /* Two kinds of step take turns, of which one leaves units out: each is known once both were met. */
-static void test_steps_that_take_turns_keep_their_own_order(void) {
+CASE(test_steps_that_take_turns_keep_their_own_order) {
     static struct model m;
     static struct visit other[MAX_VISITS];
     unsigned n = 0;
@@ -1355,7 +1355,7 @@ static void test_steps_that_take_turns_keep_their_own_order(void) {
 }
 
 /* Of so many units, those needed last are looked at, and not all. */
-static void test_thousands_of_units_move_as_few_bytes(void) {
+CASE(test_thousands_of_units_move_as_few_bytes) {
     static struct model m;
     flux_of(&m, 5, 512, 1);
     for (int percent = 10; percent <= 90; percent += 40) {
@@ -1376,7 +1376,7 @@ static void test_thousands_of_units_move_as_few_bytes(void) {
     }
 }
 
-static void test_a_skipped_or_repeated_unit_costs_little(void) {
+CASE(test_a_skipped_or_repeated_unit_costs_little) {
     static struct model m;
     static struct visit changed[MAX_VISITS];
     flux(&m, 3072, 1);
@@ -1404,7 +1404,7 @@ static void test_a_skipped_or_repeated_unit_costs_little(void) {
     oo_plan_destroy(plan);
 }
 
-static void test_a_pinned_unit_is_never_evicted(void) {
+CASE(test_a_pinned_unit_is_never_evicted) {
     static struct model m;
     flux(&m, 64, 0);
     struct oo_plan *plan = plan_of(&m, aligned(3 * m.largest));
@@ -1419,7 +1419,7 @@ static void test_a_pinned_unit_is_never_evicted(void) {
     oo_plan_destroy(plan);
 }
 
-static void test_units_not_allowed_ahead_are_only_fetched_on_demand(void) {
+CASE(test_units_not_allowed_ahead_are_only_fetched_on_demand) {
     static struct model m;
     flux(&m, 64, 0);
     struct oo_plan *plan = plan_of(&m, m.total);
@@ -1436,7 +1436,7 @@ static void test_units_not_allowed_ahead_are_only_fetched_on_demand(void) {
     oo_plan_destroy(plan);
 }
 
-static void test_the_first_step_knows_no_order_and_still_behaves(void) {
+CASE(test_the_first_step_knows_no_order_and_still_behaves) {
     static struct model m;
     for (int checkpointed = 0; checkpointed < 2; checkpointed++) {
         flux(&m, 3072, checkpointed);
@@ -1450,7 +1450,7 @@ static void test_the_first_step_knows_no_order_and_still_behaves(void) {
 }
 
 /* What an earlier run has learned is predicted from the first visit on. */
-static void test_an_order_that_is_told_serves_the_first_step(void) {
+CASE(test_an_order_that_is_told_serves_the_first_step) {
     static struct model m;
     for (int reversed = 0; reversed < 2; reversed++) {
         for (unsigned share = 2; share <= 8; share *= 2) {
@@ -1477,7 +1477,7 @@ static void test_an_order_that_is_told_serves_the_first_step(void) {
 }
 
 /* A wrong order costs late copies in the step that it is wrong in, and in none after the next. */
-static void test_a_wrong_order_is_forgotten(void) {
+CASE(test_a_wrong_order_is_forgotten) {
     static struct model m;
     flux(&m, 3072, 1);
     const size_t capacity = aligned(m.total / 2);
@@ -1525,7 +1525,7 @@ static uint64_t use_of_three(const void *context, uint32_t unit) {
 }
 
 /* Of windows with as many bytes to evict, the one that is needed last. */
-static void test_what_is_needed_last_makes_place(void) {
+CASE(test_what_is_needed_last_makes_place) {
     static const uint64_t uses[][3] = {{5, 9, 7}, {9, 5, 7}, {5, 7, 9}};
     for (int order = 0; order < 3; order++) {
         struct oo_arena arena = {0};
@@ -1559,7 +1559,7 @@ static void place_at(struct oo_arena *arena, uint32_t unit, size_t position, siz
 
 /* Of windows whose occupants are all fair to evict, the one with the fewest bytes of them, though
  * another is needed later. */
-static void test_the_fewest_bytes_make_place(void) {
+CASE(test_the_fewest_bytes_make_place) {
     enum { A = OO_ALIGNMENT };
     static const uint64_t uses[] = {5, 9, 7};
     struct oo_arena arena = {0};
@@ -1576,7 +1576,7 @@ static void test_the_fewest_bytes_make_place(void) {
 }
 
 /* What is left over is then where the next placement will be. */
-static void test_a_unit_lies_against_its_newer_neighbour(void) {
+CASE(test_a_unit_lies_against_its_newer_neighbour) {
     enum { A = OO_ALIGNMENT };
     for (uint32_t newer = 0; newer < 2; newer++) {
         struct oo_arena arena = {0};
@@ -1594,7 +1594,7 @@ static void test_a_unit_lies_against_its_newer_neighbour(void) {
 }
 
 /* A position counts through all segments; what does not fit in the rest of one begins elsewhere. */
-static void test_positions_count_through_the_segments(void) {
+CASE(test_positions_count_through_the_segments) {
     enum { A = OO_ALIGNMENT };
     struct oo_arena arena = {0};
     struct oo_segment *segment;
@@ -1620,7 +1620,7 @@ static void test_positions_count_through_the_segments(void) {
     CHECK(!oo_arena_window_at(&arena, 0, A, &window), "in nothing");
 }
 
-static void test_random_traces_keep_the_arena_sound(void) {
+CASE(test_random_traces_keep_the_arena_sound) {
     static struct model m;
     for (unsigned seed = 1; seed <= 200; seed++) {
         srand(seed);
@@ -1655,7 +1655,7 @@ static void test_random_traces_keep_the_arena_sound(void) {
 }
 
 /* The trace is a ring: a match must survive its wrapping, and never read what was overwritten. */
-static void test_the_trace_wraps(void) {
+CASE(test_the_trace_wraps) {
     static struct model m;
     flux(&m, 3072, 1);
     const size_t capacity = aligned(m.total / 2);
@@ -1724,7 +1724,7 @@ static void add_others(struct oo_plan *plan, unsigned count, size_t bytes) {
 
 /* What is in memory can come at any time, so that it leaves the arena to what is on a disk: for
  * that is read ahead as far as there is room, and at a turn all of the arena keeps some of it. */
-static void test_what_is_on_a_disk_has_most_of_the_arena(void) {
+CASE(test_what_is_on_a_disk_has_most_of_the_arena) {
     static struct model m;
     static char near[MAX_UNITS];
     for (int way = 0; way < 10; way++) {
@@ -1761,57 +1761,4 @@ static void test_what_is_on_a_disk_has_most_of_the_arena(void) {
     }
 }
 
-static const struct check_case cases[] = {
-    CASE(test_what_is_on_a_disk_has_most_of_the_arena),
-    CASE(test_bytes_per_step_stay_near_the_lower_bound),
-    CASE(test_units_created_in_another_order_than_they_run),
-    CASE(test_several_segments_are_nearly_as_good_as_one),
-    CASE(test_a_difference_is_nearly_as_good_as_one_segment),
-    CASE(test_places_close_up_when_units_are_removed),
-    CASE(test_sampling_does_not_degenerate_to_loading_everything),
-    CASE(test_a_slow_link_does_not_rest),
-    CASE(test_what_stays_in_use_holds_nobody_up),
-    CASE(test_the_least_that_was_measured_counts),
-    CASE(test_blocks_pile_up_in_a_backward),
-    CASE(test_no_piles_where_a_block_finds_no_room),
-    CASE(test_samples_stream_through_a_ring),
-    CASE(test_many_samples_are_no_interruption),
-    CASE(test_samples_move_again_only_where_that_pays),
-    CASE(test_samples_wait_for_the_seconds_of_all),
-    CASE(test_samples_are_spread_before_their_seconds_are_known),
-    CASE(test_a_ring_begins_elsewhere_once_the_seconds_are_known),
-    CASE(test_seconds_that_training_makes_known_move_nobody),
-    CASE(test_who_stays_where_it_lies_is_not_copied_again),
-    CASE(test_a_ring_shrinks_once_the_seconds_are_known),
-    CASE(test_others_stay_for_fewer_bytes_only_while_kernels_take_all_the_time),
-    CASE(test_training_goes_on_after_samples),
-    CASE(test_recorded_forwards_tell_training_from_samples),
-    CASE(test_the_first_of_a_kind_knows_the_order),
-    CASE(test_samples_that_are_recorded_are_no_training),
-    CASE(test_forwards_that_break_off_bind_nobody),
-    CASE(test_steps_are_what_they_were_before_samples),
-    CASE(test_training_takes_as_long_after_samples),
-    CASE(test_rounds_of_units_with_several_members),
-    CASE(test_long_forwards_after_samples),
-    CASE(test_rounds_within_a_round),
-    CASE(test_a_unit_that_is_used_twice_in_a_round),
-    CASE(test_training_begins_after_samples),
-    CASE(test_a_segment_goes_after_samples_were_spread),
-    CASE(test_each_that_leaves_is_told_once),
-    CASE(test_steps_that_take_turns_keep_their_own_order),
-    CASE(test_thousands_of_units_move_as_few_bytes),
-    CASE(test_a_skipped_or_repeated_unit_costs_little),
-    CASE(test_a_pinned_unit_is_never_evicted),
-    CASE(test_units_not_allowed_ahead_are_only_fetched_on_demand),
-    CASE(test_the_first_step_knows_no_order_and_still_behaves),
-    CASE(test_an_order_that_is_told_serves_the_first_step),
-    CASE(test_a_wrong_order_is_forgotten),
-    CASE(test_what_is_needed_last_makes_place),
-    CASE(test_the_fewest_bytes_make_place),
-    CASE(test_a_unit_lies_against_its_newer_neighbour),
-    CASE(test_positions_count_through_the_segments),
-    CASE(test_random_traces_keep_the_arena_sound),
-    CASE(test_the_trace_wraps),
-};
-
-int main(int argc, char **argv) { return check_main(argc, argv, cases, CHECK_COUNT(cases), NULL); }
+CHECK_MAIN(NULL)

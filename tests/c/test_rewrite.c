@@ -38,7 +38,7 @@ static int resident(struct world *w, unsigned i) {
 static uint64_t copied(struct world *w) { return stats_of(w).h2d_copies; }
 
 /* The copy is the one that the next forward computes with. */
-static void what_is_stepped_in_the_arena_stays(void) {
+CASE(what_is_stepped_in_the_arena_stays) {
     struct world w;
     world_open_on_device(&w, ARENA);
     for (int i = 0; i < 2; i++)
@@ -67,7 +67,7 @@ static void what_is_stepped_in_the_arena_stays(void) {
 
 /* Only a copy that is right is stepped; all others are dropped, and one without a stamp is not
  * trusted. */
-static void what_is_not_right_goes(void) {
+CASE(what_is_not_right_goes) {
     struct world w;
     world_open_on_device(&w, ARENA);
     for (int i = 0; i < 2; i++)
@@ -107,7 +107,7 @@ static void what_is_not_right_goes(void) {
 
 /* A use that goes on while the masters are written has the bytes of before; the next one has not.
  */
-static void what_somebody_computes_with_is_replaced_afterwards(void) {
+CASE(what_somebody_computes_with_is_replaced_afterwards) {
     struct world w;
     struct oo_use use;
     struct oo_fetched fetched;
@@ -133,7 +133,7 @@ static void what_somebody_computes_with_is_replaced_afterwards(void) {
 }
 
 /* H1 and H2: the step waits for the copy, and for other streams that still read it. */
-static void a_step_waits_for_the_copy_and_for_its_readers(void) {
+CASE(a_step_waits_for_the_copy_and_for_its_readers) {
     static const int schedules[] = {SIM_TIMED, SIM_RANDOM, SIM_STARVE_COPY, SIM_STARVE_COMPUTE};
     for (unsigned n = 0; n < CHECK_COUNT(schedules); n++) {
         struct world w;
@@ -175,7 +175,7 @@ static void a_step_waits_for_the_copy_and_for_its_readers(void) {
 }
 
 /* A slot that was stepped is given to another unit after the step, on whatever stream that was. */
-static void what_comes_in_its_place_waits_for_the_step(void) {
+CASE(what_comes_in_its_place_waits_for_the_step) {
     struct world w;
     world_open_on_device(&w, SMALL);
     for (int i = 0; i < 2; i++)
@@ -195,7 +195,7 @@ static void what_comes_in_its_place_waits_for_the_step(void) {
 }
 
 /* The second brings what it steps, and sends home what the copy does not have. */
-static void of_two_who_rewrite_a_unit_the_first_has_its_copy(void) {
+CASE(of_two_who_rewrite_a_unit_the_first_has_its_copy) {
     struct world w;
     world_open_on_device(&w, ARENA);
     for (int i = 0; i < 2; i++)
@@ -219,7 +219,7 @@ static void of_two_who_rewrite_a_unit_the_first_has_its_copy(void) {
 
 /* Once a copy is written and on its way home another may take its place; if none has, it is right.
  */
-static void a_copy_that_is_written_may_be_replaced(void) {
+CASE(a_copy_that_is_written_may_be_replaced) {
     struct world w;
     world_open_on_device(&w, SMALL);
     for (int i = 0; i < 3; i++)
@@ -263,7 +263,7 @@ static void read_in_place(struct world *w, unsigned i, uintptr_t stream, int is_
 }
 
 /* H7: kernels on other streams may read masters in place while the device writes them. */
-static void what_reads_masters_in_place_is_waited_for(void) {
+CASE(what_reads_masters_in_place_is_waited_for) {
     for (int is_lost = 0; is_lost < 2; is_lost++) {
         struct world w;
         world_open_on_device(&w, ARENA);
@@ -290,7 +290,7 @@ static void what_reads_masters_in_place_is_waited_for(void) {
 }
 
 /* Units that are rewritten come when they are asked for, and are not trusted afterwards. */
-static void nothing_is_fetched_ahead_that_is_rewritten(void) {
+CASE(nothing_is_fetched_ahead_that_is_rewritten) {
     struct world w;
     world_open_on_device(&w, SMALL);
     for (int i = 0; i < 3; i++)
@@ -315,7 +315,7 @@ static void nothing_is_fetched_ahead_that_is_rewritten(void) {
     world_close(&w, "ahead");
 }
 
-static void what_is_refused(void) {
+CASE(what_is_refused) {
     struct world w;
     uintptr_t address;
     world_open_on_device(&w, ARENA);
@@ -347,19 +347,4 @@ static void what_is_refused(void) {
     world_close(&w, "refused");
 }
 
-static const struct check_case cases[] = {
-    CASE(what_is_stepped_in_the_arena_stays),
-    CASE(what_is_not_right_goes),
-    CASE(what_somebody_computes_with_is_replaced_afterwards),
-    CASE(a_step_waits_for_the_copy_and_for_its_readers),
-    CASE(what_comes_in_its_place_waits_for_the_step),
-    CASE(of_two_who_rewrite_a_unit_the_first_has_its_copy),
-    CASE(a_copy_that_is_written_may_be_replaced),
-    CASE(what_reads_masters_in_place_is_waited_for),
-    CASE(nothing_is_fetched_ahead_that_is_rewritten),
-    CASE(what_is_refused),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

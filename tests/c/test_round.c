@@ -46,7 +46,7 @@ static double seconds_of(size_t count, unsigned stays, size_t slots) {
 
 /* Units of one size, few of them: what is spread evenly over the bytes cannot always suit seconds
  * that are not. */
-static void test_hardly_any_choice_is_faster(void) {
+CASE(test_hardly_any_choice_is_faster) {
     double sum = 0, worst = 1;
     for (unsigned seed = 1; seed <= 300; seed++) {
         srand(seed);
@@ -130,7 +130,7 @@ static double lying_seconds(size_t count, size_t ring) {
     return gpu - begin;
 }
 
-static void test_a_ring_has_an_end(void) {
+CASE(test_a_ring_has_an_end) {
     int full = 0;
     for (unsigned seed = 1; seed <= 1000; seed++) {
         srand(seed);
@@ -157,7 +157,7 @@ static size_t settle_alike(size_t count, size_t bytes, double seconds, size_t ro
     return oo_round_settle(turns, count, room, bps, 1);
 }
 
-static void test_the_ring_is_no_larger_than_the_seconds_ask_for(void) {
+CASE(test_the_ring_is_no_larger_than_the_seconds_ask_for) {
     /* A kernel takes as long as three copies: one slot is filled while the kernel of a unit that
      * stays runs. Where a copy takes as long as three kernels, more slots hide those kernels. */
     CHECK(settle_alike(100, 100, 0.3, 6000, LINK_BPS) == 5900, "one slot where kernels are slow");
@@ -171,7 +171,7 @@ static void test_the_ring_is_no_larger_than_the_seconds_ask_for(void) {
 
 /* A ring of one and a half slots holds a large unit and a small one, which is as good as two slots
  * for units that take turns. Between training steps a ring has whole slots. */
-static void test_a_ring_may_end_within_a_slot(void) {
+CASE(test_a_ring_may_end_within_a_slot) {
     for (int alone = 0; alone <= 1; alone++) {
         for (size_t i = 0; i < 60; i++)
             turns[i] = (struct oo_turn){.bytes = i % 2 ? 50 : 100, .seconds = 0.15};
@@ -181,7 +181,7 @@ static void test_a_ring_may_end_within_a_slot(void) {
 }
 
 /* The ring is all of the room where a smaller one would let a unit stay, and cost seconds. */
-static void test_a_ring_of_all_the_room(void) {
+CASE(test_a_ring_of_all_the_room) {
     for (size_t i = 0; i < 60; i++) {
         const size_t bytes = i % 6 ? 40 : 100;
         turns[i] = (struct oo_turn){.bytes = bytes, .seconds = (double)bytes / LINK_BPS};
@@ -196,7 +196,7 @@ static void test_a_ring_of_all_the_room(void) {
 }
 
 /* Those that are kept stay, and of the others as many as else, spread evenly over these. */
-static void test_those_that_are_kept_stay(void) {
+CASE(test_those_that_are_kept_stay) {
     (void)settle_alike(100, 100, 0.3, 4000, LINK_BPS);
     for (size_t i = 0; i < 100; i++)
         turns[i].kept = i >= 70;
@@ -222,7 +222,7 @@ static void test_those_that_are_kept_stay(void) {
 /* Units of two sizes, a large one after every four: where all of the large ones can stay at no cost
  * of time, the ring is for small ones, and not a byte larger than a slot and what is too little for
  * one more to stay. */
-static void test_the_largest_stay_where_a_smaller_ring_will_do(void) {
+CASE(test_the_largest_stay_where_a_smaller_ring_will_do) {
     for (size_t i = 0; i < 200; i++)
         turns[i] = (struct oo_turn){.bytes = i % 5 ? 40 : 100, .seconds = 0.3};
     const size_t held = oo_round_settle(turns, 200, 8000, LINK_BPS, 1);
@@ -235,7 +235,7 @@ static void test_the_largest_stay_where_a_smaller_ring_will_do(void) {
 }
 
 /* The small ones are used first, and the link cannot bring so many as fast as they are used. */
-static void test_the_largest_stream_where_the_link_would_rest_else(void) {
+CASE(test_the_largest_stream_where_the_link_would_rest_else) {
     for (size_t i = 0; i < 200; i++)
         turns[i] = (struct oo_turn){.bytes = i < 100 ? 40 : 100, .seconds = 0.01};
     const size_t held = oo_round_settle(turns, 200, 11000, LINK_BPS, 1);
@@ -251,7 +251,7 @@ static void test_the_largest_stream_where_the_link_would_rest_else(void) {
 
 /* Half of the units are computed with in a tenth of the time: few of these stream, and the link
  * brings the others while it can. */
-static void test_the_link_has_as_much_to_do_at_any_time(void) {
+CASE(test_the_link_has_as_much_to_do_at_any_time) {
     for (size_t i = 0; i < 200; i++)
         turns[i] = (struct oo_turn){.bytes = 100, .seconds = i < 100 ? 0.02 : 0.2};
     const size_t held = oo_round_settle(turns, 200, 10000, LINK_BPS, 1);
@@ -264,7 +264,7 @@ static void test_the_link_has_as_much_to_do_at_any_time(void) {
 
 /* Half of the units need more of the link than it gives, and more of them should stay than there is
  * room for: those that do are spread over them, so that the link keeps up. */
-static void test_what_room_there_is_goes_to_all_that_need_it(void) {
+CASE(test_what_room_there_is_goes_to_all_that_need_it) {
     for (size_t i = 0; i < 200; i++)
         turns[i] = (struct oo_turn){.bytes = 100, .seconds = i < 100 ? 0.07 : 0.3};
     const size_t held = oo_round_settle(turns, 200, 4000, LINK_BPS, 1);
@@ -279,7 +279,7 @@ static void test_what_room_there_is_goes_to_all_that_need_it(void) {
 }
 
 /* What is left over is given to those that stream: hardly a place for one of them is. */
-static void test_hardly_any_room_is_left_over(void) {
+CASE(test_hardly_any_room_is_left_over) {
     for (unsigned seed = 1; seed <= 50; seed++) {
         size_t total = 0;
         srand(seed);
@@ -295,7 +295,7 @@ static void test_hardly_any_room_is_left_over(void) {
     }
 }
 
-static void test_all_stay_where_there_is_room(void) {
+CASE(test_all_stay_where_there_is_room) {
     CHECK(settle_alike(100, 100, 0.1, 10000, LINK_BPS) == 10000, "it fits exactly");
     CHECK(settle_alike(100, 100, 0.1, 20000, 0) == 10000, "it fits");
     CHECK(settle_alike(100, 100, 0.1, 9999, LINK_BPS) < 10000, "it does not fit");
@@ -308,7 +308,7 @@ static void settle_far(size_t count, double seconds) {
             (struct oo_turn){.bytes = 100, .seconds = seconds, .far = i % 3 ? 5.0 : 0, .kept = 0};
 }
 
-static void test_what_is_on_a_disk_stays_first(void) {
+CASE(test_what_is_on_a_disk_stays_first) {
     static const double seconds[] = {0, 0.02, 0.3, 2};
     for (size_t s = 0; s < 4; s++) {
         settle_far(300, seconds[s]);
@@ -326,7 +326,7 @@ static void test_what_is_on_a_disk_stays_first(void) {
 }
 
 /* Where all of them stay, others do in what is left, which has a slot for those that stream. */
-static void test_all_that_is_on_a_disk_stays_if_it_fits(void) {
+CASE(test_all_that_is_on_a_disk_stays_if_it_fits) {
     static const size_t rooms[] = {20100, 20150, 21000, 26000};
     for (size_t s = 0; s < 4; s++) {
         settle_far(300, 0.3);
@@ -342,7 +342,7 @@ static void test_all_that_is_on_a_disk_stays_if_it_fits(void) {
 }
 
 /* A ring holds what has to stream, however large that is. */
-static void test_a_ring_holds_the_largest_in_memory(void) {
+CASE(test_a_ring_holds_the_largest_in_memory) {
     for (size_t i = 0; i < 300; i++)
         turns[i] =
             (struct oo_turn){.bytes = i % 3 ? 40 : 100, .seconds = 0.3, .far = i % 3 ? 5.0 : 0};
@@ -352,7 +352,7 @@ static void test_a_ring_holds_the_largest_in_memory(void) {
 }
 
 /* Link and disk work side by side. */
-static void test_link_and_disk_take_the_longer_of_the_two(void) {
+CASE(test_link_and_disk_take_the_longer_of_the_two) {
     settle_far(300, 0);
     CHECK(oo_round_copies_s(turns, 300, LINK_BPS) == 200 * 0.5, "the disk takes longer");
     const double seconds = oo_round_seconds(turns, 300, 1000, LINK_BPS);
@@ -362,7 +362,7 @@ static void test_link_and_disk_take_the_longer_of_the_two(void) {
     CHECK(oo_round_copies_s(turns, 300, LINK_BPS) == 100 * 0.1, "the link does");
 }
 
-static void test_those_that_stay_are_spread_evenly(void) {
+CASE(test_those_that_stay_are_spread_evenly) {
     for (unsigned seed = 1; seed <= 50; seed++) {
         size_t total = 0, largest = 0, before = 0, held = 0;
         srand(seed);
@@ -386,24 +386,4 @@ static void test_those_that_stay_are_spread_evenly(void) {
     }
 }
 
-static const struct check_case cases[] = {
-    CASE(test_hardly_any_choice_is_faster),
-    CASE(test_what_is_on_a_disk_stays_first),
-    CASE(test_all_that_is_on_a_disk_stays_if_it_fits),
-    CASE(test_a_ring_holds_the_largest_in_memory),
-    CASE(test_link_and_disk_take_the_longer_of_the_two),
-    CASE(test_a_ring_has_an_end),
-    CASE(test_the_ring_is_no_larger_than_the_seconds_ask_for),
-    CASE(test_a_ring_may_end_within_a_slot),
-    CASE(test_a_ring_of_all_the_room),
-    CASE(test_those_that_are_kept_stay),
-    CASE(test_the_largest_stay_where_a_smaller_ring_will_do),
-    CASE(test_the_largest_stream_where_the_link_would_rest_else),
-    CASE(test_the_link_has_as_much_to_do_at_any_time),
-    CASE(test_what_room_there_is_goes_to_all_that_need_it),
-    CASE(test_hardly_any_room_is_left_over),
-    CASE(test_all_stay_where_there_is_room),
-    CASE(test_those_that_stay_are_spread_evenly),
-};
-
-int main(int argc, char **argv) { return check_main(argc, argv, cases, CHECK_COUNT(cases), NULL); }
+CHECK_MAIN(NULL)

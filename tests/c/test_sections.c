@@ -226,17 +226,15 @@ static void with_a_child(const char *part) {
     oo_section_close(control);
 }
 
-static void test_two_processes_see_one_memory_which_outlives_its_maker(void) {
-    with_a_child("ends");
-}
+CASE(test_two_processes_see_one_memory_which_outlives_its_maker) { with_a_child("ends"); }
 
-static void test_a_process_that_is_killed_leaves_nothing_open(void) {
+CASE(test_a_process_that_is_killed_leaves_nothing_open) {
     for (int i = 0; i < 5; i++)
         with_a_child("killed");
 }
 
 /* What is read alone ends the process that writes it. */
-static void test_memory_that_is_read_alone_can_be_written_again(void) {
+CASE(test_memory_that_is_read_alone_can_be_written_again) {
     const int section = oo_section_create(BYTES);
     struct oo_host *host;
     CHECK(oo_host_create_shared(BYTES, section, 0, &host) == OO_OK, "%s", oo_error_message());
@@ -266,7 +264,7 @@ static void test_memory_that_is_read_alone_can_be_written_again(void) {
     CHECK(oo_host_destroy(host) == OO_OK, "%s", oo_error_message());
 }
 
-static void test_what_is_no_section_is_refused(void) {
+CASE(test_what_is_no_section_is_refused) {
     CHECK(oo_section_take(own_id(), 1 << 20) < 0, "there is no such handle");
     CHECK(oo_section_create((size_t)1 << 63) < 0, "there is no such memory");
     struct oo_host *host;
@@ -287,15 +285,8 @@ static void test_what_is_no_section_is_refused(void) {
     CHECK(!oo__pages_map_shared(BYTES, section, 0), "it is open");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_two_processes_see_one_memory_which_outlives_its_maker),
-    CASE(test_a_process_that_is_killed_leaves_nothing_open),
-    CASE(test_memory_that_is_read_alone_can_be_written_again),
-    CASE(test_what_is_no_section_is_refused),
-};
-
 int main(int argc, char **argv) {
     if (argc == 5 && strcmp(argv[1], "--play") == 0)
         return play(argv[2], (unsigned)strtoul(argv[3], NULL, 10), (int)strtol(argv[4], NULL, 10));
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), NULL);
+    return check_main(argc, argv, NULL);
 }

@@ -149,12 +149,12 @@ static void two_devices(int first, const char *where) {
     end_of_life(where);
 }
 
-static void test_two_devices_read_one_buffer(void) {
+CASE(test_two_devices_read_one_buffer) {
     two_devices(0, "the maker goes first");
     two_devices(1, "the maker goes last");
 }
 
-static void test_two_engines_of_one_device_read_one_buffer(void) {
+CASE(test_two_engines_of_one_device_read_one_buffer) {
     for (int first = 0; first < READERS; first++) {
         struct reader r[READERS];
         struct oo_host *host = new_host();
@@ -171,7 +171,7 @@ static void test_two_engines_of_one_device_read_one_buffer(void) {
 }
 
 /* Who asks for the ring gets it, though the memory is locked for another; and the other way. */
-static void test_who_does_not_lock_copies_through_the_ring(void) {
+CASE(test_who_does_not_lock_copies_through_the_ring) {
     for (int first = 0; first < READERS; first++) {
         struct reader r[READERS];
         struct oo_stats stats;
@@ -196,7 +196,7 @@ static void test_who_does_not_lock_copies_through_the_ring(void) {
 }
 
 /* The memory is destroyed while both engines know it: each unlocks it, and is waited for. */
-static void test_destroying_the_memory_unlocks_it_for_all(void) {
+CASE(test_destroying_the_memory_unlocks_it_for_all) {
     struct reader r[READERS];
     struct oo_host *host = new_host();
     failures = leaks = 0;
@@ -220,7 +220,7 @@ static void test_destroying_the_memory_unlocks_it_for_all(void) {
 
 /* An engine that lets go and comes back is one of the others then, whether it made the registration
  * or not: one hold on the context is enough. */
-static void test_an_engine_that_comes_back_is_one_of_the_others(void) {
+CASE(test_an_engine_that_comes_back_is_one_of_the_others) {
     for (int first = 0; first < READERS; first++) {
         struct reader r[READERS];
         struct oo_host *host = new_host();
@@ -250,7 +250,7 @@ static void test_an_engine_that_comes_back_is_one_of_the_others(void) {
 
 /* An engine that is not the last to let go waits for its own copies all the same: the last one does
  * not know of them. */
-static void test_each_engine_waits_for_its_own_copies(void) {
+CASE(test_each_engine_waits_for_its_own_copies) {
     for (int first = 0; first < READERS; first++) {
         struct reader r[READERS];
         struct oo_host *host = new_host(), *elsewhere = new_host();
@@ -298,7 +298,7 @@ static void come_and_go(void *argument) {
 }
 
 /* Each engine has a mutex of its own: what they share is protected by the memory's. */
-static void test_engines_of_two_threads_come_and_go(void) {
+CASE(test_engines_of_two_threads_come_and_go) {
     struct oo_host *host = new_host();
     struct comer comers[READERS];
     struct oo_thread *threads[READERS];
@@ -342,7 +342,7 @@ static int copy_file(const char *from, const char *to) {
 
 /* A registration is its driver's: a second one (here a copy of the simulator, with a state of its
  * own) makes another. */
-static void test_each_driver_has_a_registration_of_its_own(void) {
+CASE(test_each_driver_has_a_registration_of_its_own) {
     char path[1024];
     snprintf(path, sizeof path, "%s.%llu", sim.path, (unsigned long long)oo__nanoseconds());
     CHECK(copy_file(sim.path, path), "no copy of %s", sim.path);
@@ -402,7 +402,7 @@ static void fail_each(const char *call, uint64_t stride) {
     }
 }
 
-static void test_each_call_that_shares_fails_once(void) {
+CASE(test_each_call_that_shares_fails_once) {
     static const char *const calls[] = {"cuMemHostRegister", "cuMemHostUnregister",
                                         "cuStreamSynchronize", "cuDevicePrimaryCtxRetain",
                                         "cuDevicePrimaryCtxRelease"};
@@ -411,14 +411,14 @@ static void test_each_call_that_shares_fails_once(void) {
 }
 
 /* ORACLE_OFFLOAD_TEST_FAULT_STRIDE thins them out, for the mutation gate. */
-static void test_each_call_fails_once(void) {
+CASE(test_each_call_fails_once) {
     const char *stride = getenv("ORACLE_OFFLOAD_TEST_FAULT_STRIDE");
     const uint64_t step = stride ? strtoull(stride, NULL, 10) : 1;
     fail_each(NULL, step ? step : 1);
 }
 
 /* A context that is lost takes its registrations with it: nothing is driven, and all is freed. */
-static void test_a_lost_context_lets_go_without_the_driver(void) {
+CASE(test_a_lost_context_lets_go_without_the_driver) {
     for (int first = 0; first < READERS; first++) {
         struct reader r[READERS];
         struct oo_host *host = new_host();
@@ -449,7 +449,7 @@ static void test_a_lost_context_lets_go_without_the_driver(void) {
 }
 
 /* Nor is the maker's context released, which was left to the others. */
-static void test_a_lost_context_releases_no_other(void) {
+CASE(test_a_lost_context_releases_no_other) {
     struct reader r[READERS];
     struct oo_host *host = new_host();
     failures = leaks = 0;
@@ -470,26 +470,9 @@ static void test_a_lost_context_releases_no_other(void) {
     end_of_life("a lost context");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_two_devices_read_one_buffer),
-    CASE(test_two_engines_of_one_device_read_one_buffer),
-    CASE(test_who_does_not_lock_copies_through_the_ring),
-    CASE(test_destroying_the_memory_unlocks_it_for_all),
-    CASE(test_an_engine_that_comes_back_is_one_of_the_others),
-    CASE(test_each_engine_waits_for_its_own_copies),
-    CASE(test_engines_of_two_threads_come_and_go),
-    CASE(test_each_driver_has_a_registration_of_its_own),
-    CASE(test_each_call_that_shares_fails_once),
-    CASE(test_each_call_fails_once),
-    CASE(test_a_lost_context_lets_go_without_the_driver),
-    CASE(test_a_lost_context_releases_no_other),
-};
-
 static void prepare(void) {
     world_prepare();
     CHECK(sim.simSetDeviceCount(READERS) == 0, "no second device");
 }
 
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), prepare);
-}
+CHECK_MAIN(prepare)

@@ -5,7 +5,7 @@
 
 #include <stdatomic.h>
 
-static void symbols_are_found_by_base_name_and_version(void) {
+CASE(symbols_are_found_by_base_name_and_version) {
     static const struct {
         const char *name;
         int introduced;
@@ -45,7 +45,7 @@ static void *address_of(const char *name, int version, uint64_t flags) {
 
 /* Flag 2: calls on streams have a variant to which stream 0 is the thread's own; others are the
  * same for all. */
-static void per_thread_default_streams_can_be_asked_for(void) {
+CASE(per_thread_default_streams_can_be_asked_for) {
     static const char *const on_streams[] = {
         "cuMemcpyHtoDAsync",   "cuMemcpyDtoHAsync",    "cuMemsetD32Async",   "cuStreamGetPriority",
         "cuStreamGetFlags",    "cuStreamSynchronize",  "cuStreamQuery",      "cuStreamWaitEvent",
@@ -111,7 +111,7 @@ static void per_thread_default_streams_can_be_asked_for(void) {
 
 /* Each preset is a card that exists: its attributes are true, and one that is not known is an
  * error. */
-static void attributes_are_those_of_the_card(void) {
+CASE(attributes_are_those_of_the_card) {
     static const struct {
         const char *preset;
         int attribute, value;
@@ -158,7 +158,7 @@ static void attributes_are_those_of_the_card(void) {
     OK(cu.simReset());
 }
 
-static void memory_that_is_not_mapped_cannot_be_registered(void) {
+CASE(memory_that_is_not_mapped_cannot_be_registered) {
     enum { PAGE = 4096 };
     sim_test_begin(SIM_TIMED, 0);
     char *pages = oo__pages_map(4 * PAGE);
@@ -171,7 +171,7 @@ static void memory_that_is_not_mapped_cannot_be_registered(void) {
     sim_test_end();
 }
 
-static void what_is_no_image_is_refused(void) {
+CASE(what_is_no_image_is_refused) {
     static const unsigned char fatbin[16] = {0x50, 0xED, 0x55, 0xBA, 1, 0, 16};
     static const unsigned char other_version[16] = {0x50, 0xED, 0x55, 0xBA, 2, 0, 16};
     unsigned char elf[64] = {0x7F, 'E', 'L', 'F', 2, 1, 1};
@@ -197,7 +197,7 @@ static void what_is_no_image_is_refused(void) {
     sim_test_end();
 }
 
-static void before_init_only_the_first_calls_work(void) {
+CASE(before_init_only_the_first_calls_work) {
     int count, version;
     const char *text;
     IS(OOCU_ERROR_NOT_INITIALIZED, cu.cuDeviceGetCount(&count));
@@ -213,7 +213,7 @@ static void before_init_only_the_first_calls_work(void) {
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuInit(1));
 }
 
-static void contexts(void) {
+CASE(contexts) {
     OOCUcontext context, current;
     OOCUstream stream;
     size_t a, b;
@@ -250,7 +250,7 @@ static void contexts(void) {
     OK(cu.simReset());
 }
 
-static void two_devices_are_two(void) {
+CASE(two_devices_are_two) {
     OK(cu.simReset());
     IS(OOCU_ERROR_INVALID_VALUE, cu.simSetDeviceCount(9));
     OK(cu.simSetDeviceCount(2));
@@ -290,7 +290,7 @@ static void two_devices_are_two(void) {
     OK(cu.simSetDeviceCount(1));
 }
 
-static void host_memory(void) {
+CASE(host_memory) {
     enum { BYTES = 1 << 16 };
     sim_test_begin(SIM_TIMED, 0);
     struct sim_live live;
@@ -357,7 +357,7 @@ static void host_memory(void) {
 
 /* Registered once for the process; page-locked for the context it was made in, or for all; and gone
  * with that context. */
-static void a_registration_and_the_contexts(void) {
+CASE(a_registration_and_the_contexts) {
     enum { BYTES = 1 << 16 };
     OK(cu.simReset());
     OK(cu.simSetDeviceCount(2));
@@ -399,7 +399,7 @@ static void a_registration_and_the_contexts(void) {
     OK(cu.simSetDeviceCount(1));
 }
 
-static void old_handles_are_refused(void) {
+CASE(old_handles_are_refused) {
     sim_test_begin(SIM_TIMED, 0);
     OOCUstream stream = new_stream(), next;
     OOCUevent event = new_event();
@@ -432,7 +432,7 @@ static void old_handles_are_refused(void) {
     sim_test_end();
 }
 
-static void capture_is_refused_where_the_driver_refuses(void) {
+CASE(capture_is_refused_where_the_driver_refuses) {
     sim_test_begin(SIM_TIMED, 0);
     OOCUstream captured = new_stream(), blocking;
     OOCUevent event = new_event();
@@ -485,7 +485,7 @@ static void OOCUDAAPI wait_for_go(void *unused) {
         ;
 }
 
-static void host_functions_run_by_themselves_and_in_order(void) {
+CASE(host_functions_run_by_themselves_and_in_order) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
         sim_test_begin(schedule, 11);
         atomic_store(&calls, 0);
@@ -533,7 +533,7 @@ static void host_functions_run_by_themselves_and_in_order(void) {
     }
 }
 
-static void the_spin_kernel_keeps_a_stream_busy(void) {
+CASE(the_spin_kernel_keeps_a_stream_busy) {
     sim_test_begin(SIM_TIMED, 0);
     OOCUstream stream = new_stream();
     OOCUmodule module;
@@ -558,7 +558,7 @@ static void the_spin_kernel_keeps_a_stream_busy(void) {
     sim_test_end();
 }
 
-static void reset_forgets_only_what_is_dead(void) {
+CASE(reset_forgets_only_what_is_dead) {
     sim_test_begin(SIM_TIMED, 0);
     OOCUstream stream = new_stream();
     IS(OOCU_ERROR_ILLEGAL_STATE, cu.simReset());
@@ -576,24 +576,4 @@ static void reset_forgets_only_what_is_dead(void) {
     IS(OOCU_ERROR_INVALID_VALUE, cu.simSwitch(17, 0));
 }
 
-static const struct check_case cases[] = {
-    CASE(symbols_are_found_by_base_name_and_version),
-    CASE(before_init_only_the_first_calls_work),
-    CASE(per_thread_default_streams_can_be_asked_for),
-    CASE(attributes_are_those_of_the_card),
-    CASE(memory_that_is_not_mapped_cannot_be_registered),
-    CASE(what_is_no_image_is_refused),
-    CASE(contexts),
-    CASE(two_devices_are_two),
-    CASE(host_memory),
-    CASE(a_registration_and_the_contexts),
-    CASE(old_handles_are_refused),
-    CASE(capture_is_refused_where_the_driver_refuses),
-    CASE(host_functions_run_by_themselves_and_in_order),
-    CASE(the_spin_kernel_keeps_a_stream_busy),
-    CASE(reset_forgets_only_what_is_dead),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
-}
+CHECK_MAIN(sim_test_open)

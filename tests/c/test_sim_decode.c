@@ -55,7 +55,7 @@ static OOCUresult decode(struct launch *l, OOCUstream stream, unsigned groups) {
 
 static unsigned groups_of(const struct launch *l) { return (l->header.count + 8191) / 8192; }
 
-static void copied_and_decoded_weights_have_their_bits(void) {
+CASE(copied_and_decoded_weights_have_their_bits) {
     static const size_t counts[] = {8192, 30 * 1024 + 77};
     static const enum what patterns[] = {GAUSSIAN, SPECIALS, RARE, BURSTS};
     unsigned raw_blocks = 0;
@@ -80,7 +80,7 @@ static void copied_and_decoded_weights_have_their_bits(void) {
 }
 
 /* What reads the chunk before it has come, and what reads weights before they are there. */
-static void a_missing_wait_is_a_race(void) {
+CASE(a_missing_wait_is_a_race) {
     seed = 2;
     for (int missing = 0; missing < 2; missing++) {
         struct launch l = begin(0, OO_CODEC_BF16, GAUSSIAN, 8192);
@@ -103,7 +103,7 @@ static void a_missing_wait_is_a_race(void) {
     }
 }
 
-static void it_takes_what_memory_needs_for_its_bytes(void) {
+CASE(it_takes_what_memory_needs_for_its_bytes) {
     struct sim_device device;
     float ms = -1;
     seed = 3;
@@ -124,7 +124,7 @@ static void it_takes_what_memory_needs_for_its_bytes(void) {
 }
 
 /* As on a device: the launch is accepted, what it does is not. */
-static void what_is_not_there_is_an_illegal_address(void) {
+CASE(what_is_not_there_is_an_illegal_address) {
     for (int what = 0; what < 5; what++) {
         seed = 4;
         struct launch l = begin(0, OO_CODEC_INT8, GAUSSIAN, 3 * 8192);
@@ -143,7 +143,7 @@ static void what_is_not_there_is_an_illegal_address(void) {
 }
 
 /* Noise behind the header: the engine's decoder may refuse it, a kernel cannot. */
-static void noise_leads_nowhere(void) {
+CASE(noise_leads_nowhere) {
     for (int turn = 0; turn < 40; turn++) {
         seed = 100 + (uint64_t)turn;
         struct launch l = begin(0, kinds[turn % 3], RARE, 2 * 8192 + 5);
@@ -158,14 +158,4 @@ static void noise_leads_nowhere(void) {
     }
 }
 
-static const struct check_case cases[] = {
-    CASE(copied_and_decoded_weights_have_their_bits),
-    CASE(a_missing_wait_is_a_race),
-    CASE(it_takes_what_memory_needs_for_its_bytes),
-    CASE(what_is_not_there_is_an_illegal_address),
-    CASE(noise_leads_nowhere),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
-}
+CHECK_MAIN(sim_test_open)

@@ -67,7 +67,7 @@ static void join(struct oo_thread *thread, const struct job *job) {
 
 /* Latencies of reads pass side by side, their bytes come one after the other: from 1 ms on each
  * takes 1 ms. */
-static void reads_share_a_disk(void) {
+CASE(reads_share_a_disk) {
     begin(2);
     struct job jobs[THREADS] = {{0}};
     struct oo_thread *threads[THREADS];
@@ -92,7 +92,7 @@ static void reads_share_a_disk(void) {
 }
 
 /* A thread that reads and reads again pays the latency each time: 2 ms, 4 ms, 6 ms. */
-static void one_thread_pays_each_latency(void) {
+CASE(one_thread_pays_each_latency) {
     begin(2);
     struct job job = {.reads = 3};
     const double start_s = cu.simNow();
@@ -109,7 +109,7 @@ static void one_thread_pays_each_latency(void) {
 
 /* A copy of 2e6 bytes takes 2.01 ms, and a read that began with it 2 ms: a thread that waits for
  * the copy goes on after it, and the host's clock is nowhere else meanwhile. */
-static void a_thread_waits_for_a_copy(void) {
+CASE(a_thread_waits_for_a_copy) {
     begin(2);
     OOCUstream h2d = new_stream();
     OOCUevent arrived = new_event(), never = new_event();
@@ -143,7 +143,7 @@ static void a_thread_waits_for_a_copy(void) {
 }
 
 /* What moves the clock past a read lets its thread go on. */
-static void other_waits_pass_reads(void) {
+CASE(other_waits_pass_reads) {
     begin(2);
     struct job job = {.reads = 1};
     struct oo_thread *thread = oo__thread_start(work, &job);
@@ -157,7 +157,7 @@ static void other_waits_pass_reads(void) {
 }
 
 /* Where no device has a disk, reads take no time, and no one waits in virtual time. */
-static void without_a_disk_nothing_waits(void) {
+CASE(without_a_disk_nothing_waits) {
     begin(0);
     int wanted = 0;
     unsigned blocked;
@@ -177,7 +177,7 @@ static void without_a_disk_nothing_waits(void) {
 }
 
 /* Copies that move no byte need none. */
-static void bytes_are_not_wanted_where_copies_move_none(void) {
+CASE(bytes_are_not_wanted_where_copies_move_none) {
     begin(2);
     OK(cu.simSwitch(SIM_COPY_NOTHING, 1));
     struct job job = {.reads = 1, .wanted = 1};
@@ -190,12 +190,4 @@ static void bytes_are_not_wanted_where_copies_move_none(void) {
     end();
 }
 
-static const struct check_case cases[] = {
-    CASE(reads_share_a_disk),           CASE(one_thread_pays_each_latency),
-    CASE(a_thread_waits_for_a_copy),    CASE(other_waits_pass_reads),
-    CASE(without_a_disk_nothing_waits), CASE(bytes_are_not_wanted_where_copies_move_none),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
-}
+CHECK_MAIN(sim_test_open)

@@ -30,7 +30,7 @@ static void begin(void) {
     memset(host, 1, 64);
 }
 
-static void the_nth_call_of_any_kind(void) {
+CASE(the_nth_call_of_any_kind) {
     for (uint64_t nth = 1; nth <= 3; nth++)
         for (int lasting = 0; lasting < 2; lasting++) {
             begin();
@@ -49,7 +49,7 @@ static void the_nth_call_of_any_kind(void) {
         }
 }
 
-static void the_nth_call_of_one_kind(void) {
+CASE(the_nth_call_of_one_kind) {
     begin();
     OK(cu.simFault("cuEventRecord", 2, OOCU_ERROR_INVALID_VALUE, 0));
     OK(program(stream, event, device, host));
@@ -69,7 +69,7 @@ static void the_nth_call_of_one_kind(void) {
     sim_test_end();
 }
 
-static void a_failed_call_does_nothing(void) {
+CASE(a_failed_call_does_nothing) {
     begin();
     struct sim_stats before, after;
     OK(cu.simGetStats(&before));
@@ -84,7 +84,7 @@ static void a_failed_call_does_nothing(void) {
     sim_test_end();
 }
 
-static void a_sticky_error_kills_the_context(void) {
+CASE(a_sticky_error_kills_the_context) {
     static const OOCUresult sticky[] = {
         OOCU_ERROR_ILLEGAL_ADDRESS,       OOCU_ERROR_LAUNCH_FAILED,   OOCU_ERROR_ECC_UNCORRECTABLE,
         OOCU_ERROR_NVLINK_UNCORRECTABLE,  OOCU_ERROR_CONTAINED,       OOCU_ERROR_TENSOR_MEMORY_LEAK,
@@ -115,7 +115,7 @@ static void a_sticky_error_kills_the_context(void) {
 }
 
 /* What a lost context had queued never runs: its memory may be freed without a wait. */
-static void nothing_is_in_flight_on_a_lost_context(void) {
+CASE(nothing_is_in_flight_on_a_lost_context) {
     static char memory[2][4096];
     const OOSimRange range = {(OOCUdeviceptr)memory[0], sizeof memory[0]};
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++)
@@ -147,7 +147,7 @@ static void nothing_is_in_flight_on_a_lost_context(void) {
         }
 }
 
-static void an_asynchronous_error_shows_later(void) {
+CASE(an_asynchronous_error_shows_later) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
         begin();
         OK(cu.simSetSchedule(schedule, 1));
@@ -178,7 +178,7 @@ static void OOCUDAAPI run_on(void *unused) {
 
 /* What is queued when a context dies never runs; a host function that runs then comes to its end,
  * and who gives the context back waits for it. */
-static void a_context_dies_while_a_host_function_runs(void) {
+CASE(a_context_dies_while_a_host_function_runs) {
     for (int more = 0; more < 2; more++) {
         begin();
         OOCUstream other = new_stream();
@@ -199,7 +199,7 @@ static void a_context_dies_while_a_host_function_runs(void) {
     }
 }
 
-static void registrations_are_refused_from_the_kth_on(void) {
+CASE(registrations_are_refused_from_the_kth_on) {
     begin();
     static char block[4][4096];
     for (uint64_t from = 1; from <= 3; from++) {
@@ -217,7 +217,7 @@ static void registrations_are_refused_from_the_kth_on(void) {
 }
 
 /* Registration and allocation draw on one quota, and give back to it. */
-static void page_locked_bytes_have_one_quota(void) {
+CASE(page_locked_bytes_have_one_quota) {
     enum { PAGE = 4096 };
     static char block[4][PAGE];
     begin(); /* with 64 bytes of host memory */
@@ -252,7 +252,7 @@ static void page_locked_bytes_have_one_quota(void) {
 
 /* An asynchronous copy of pageable memory is an oversight, unless its caller said that it knows.
  * The source is in use until an event after it either way. */
-static void pageable_copies_are_reported_unless_expected(void) {
+CASE(pageable_copies_are_reported_unless_expected) {
     static char pageable[64];
     for (int expected = 0; expected < 2; expected++) {
         begin();
@@ -275,19 +275,4 @@ static void pageable_copies_are_reported_unless_expected(void) {
     }
 }
 
-static const struct check_case cases[] = {
-    CASE(page_locked_bytes_have_one_quota),
-    CASE(pageable_copies_are_reported_unless_expected),
-    CASE(the_nth_call_of_any_kind),
-    CASE(the_nth_call_of_one_kind),
-    CASE(a_failed_call_does_nothing),
-    CASE(a_sticky_error_kills_the_context),
-    CASE(nothing_is_in_flight_on_a_lost_context),
-    CASE(an_asynchronous_error_shows_later),
-    CASE(a_context_dies_while_a_host_function_runs),
-    CASE(registrations_are_refused_from_the_kth_on),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
-}
+CHECK_MAIN(sim_test_open)

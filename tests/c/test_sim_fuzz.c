@@ -190,15 +190,9 @@ static void random_program(uint64_t seed) {
     OK(cu.simReset());
 }
 
-static void random_programs_of_calls(void) {
+CASE(random_programs_of_calls) {
     for (uint64_t seed = 1; seed <= PROGRAMS && !check_failed; seed++)
         random_program(seed);
 }
 
-static const struct check_case cases[] = {
-    CASE(random_programs_of_calls),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
-}
+CHECK_MAIN(sim_test_open)

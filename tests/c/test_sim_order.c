@@ -76,7 +76,7 @@ static int streamer(enum bug bug) {
     return correct;
 }
 
-static void every_schedule_finds_every_missing_wait(void) {
+CASE(every_schedule_finds_every_missing_wait) {
     for (int bug = NO_BUG; bug < BUGS; bug++)
         for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++)
             for (uint64_t seed = 0;
@@ -98,7 +98,7 @@ static void every_schedule_finds_every_missing_wait(void) {
             }
 }
 
-static void without_the_detector_the_reports_stop(void) {
+CASE(without_the_detector_the_reports_stop) {
     sim_test_begin(SIM_TIMED, 0);
     OK(cu.simSwitch(SIM_RACES, 0));
     streamer(NO_READY_WAIT);
@@ -106,7 +106,7 @@ static void without_the_detector_the_reports_stop(void) {
     sim_test_end();
 }
 
-static void a_report_names_everything(void) {
+CASE(a_report_names_everything) {
     sim_test_begin(SIM_RANDOM, 41);
     OOCUstream a = new_stream(), b = new_stream();
     OK(cu.simLabelStream(a, "h2d"));
@@ -171,7 +171,7 @@ static void kernel(OOCUstream stream, size_t offset, size_t bytes, int is_write)
     OK(cu.simLaunch(stream, &range, is_write ? 0 : 1, &range, is_write ? 1 : 0, 1e-6));
 }
 
-static void rules(void) {
+CASE(rules) {
     rule_begin();
     kernel(s1, 0, 100, 1);
     kernel(s2, 100, 100, 1);
@@ -309,7 +309,7 @@ static int is_poison(const void *bytes, size_t count) {
     return 1;
 }
 
-static void bytes_that_have_not_arrived_are_nan(void) {
+CASE(bytes_that_have_not_arrived_are_nan) {
     for (int schedule = SIM_TIMED; schedule <= SIM_STARVE_COPY; schedule += SIM_STARVE_COPY) {
         sim_test_begin(schedule, 0);
         OOCUstream copies = new_stream(), compute = new_stream();
@@ -354,7 +354,7 @@ static void bytes_that_have_not_arrived_are_nan(void) {
 }
 
 /* Before simAdopt and after simDrop the memory is written on the stream of its lender. */
-static void lent_memory_is_its_lenders_before_and_after(void) {
+CASE(lent_memory_is_its_lenders_before_and_after) {
     for (int ordered = 0; ordered < 2; ordered++) {
         for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
             sim_test_begin(schedule, 5);
@@ -393,7 +393,7 @@ static void lent_memory_is_its_lenders_before_and_after(void) {
     sim_test_end();
 }
 
-static void adopted_memory_is_device_memory(void) {
+CASE(adopted_memory_is_device_memory) {
     sim_test_begin(SIM_TIMED, 0);
     OOCUstream stream = new_stream();
     char *arena = malloc(2 * SIZE), *host = host_bytes(SIZE);
@@ -423,7 +423,7 @@ static void adopted_memory_is_device_memory(void) {
 
 /* ---- deadlock ---- */
 
-static void a_hang_is_reported_and_returns(void) {
+CASE(a_hang_is_reported_and_returns) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
         sim_test_begin(schedule, 5);
         OOCUstream copies = new_stream(), compute = new_stream();
@@ -607,7 +607,7 @@ static uint64_t random_copies(int schedule, uint64_t seed) {
 
 /* A caller that asks, and continues with either answer, is reported only where it was "not ready":
  * what the answer is depends on the schedule, and a query that succeeds is order. */
-static void a_race_behind_a_query_is_reported_where_it_said_not_ready(void) {
+CASE(a_race_behind_a_query_is_reported_where_it_said_not_ready) {
     int answers = 0;
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
         sim_test_begin(schedule, 1);
@@ -629,12 +629,12 @@ static void a_race_behind_a_query_is_reported_where_it_said_not_ready(void) {
     CHECK(answers == 3, "one answer on all schedules: nothing was shown");
 }
 
-static void random_programs_have_the_races_of_a_model(void) {
+CASE(random_programs_have_the_races_of_a_model) {
     for (uint64_t seed = 1; seed <= 3000; seed++)
         random_program(seed);
 }
 
-static void random_copies_bring_the_same_bytes_on_every_schedule(void) {
+CASE(random_copies_bring_the_same_bytes_on_every_schedule) {
     for (uint64_t seed = 1; seed <= 40; seed++) {
         const uint64_t expected = random_copies(SIM_EAGER, seed);
         for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++)
@@ -643,20 +643,4 @@ static void random_copies_bring_the_same_bytes_on_every_schedule(void) {
     }
 }
 
-static const struct check_case cases[] = {
-    CASE(a_race_behind_a_query_is_reported_where_it_said_not_ready),
-    CASE(every_schedule_finds_every_missing_wait),
-    CASE(without_the_detector_the_reports_stop),
-    CASE(a_report_names_everything),
-    CASE(rules),
-    CASE(bytes_that_have_not_arrived_are_nan),
-    CASE(adopted_memory_is_device_memory),
-    CASE(lent_memory_is_its_lenders_before_and_after),
-    CASE(a_hang_is_reported_and_returns),
-    CASE(random_programs_have_the_races_of_a_model),
-    CASE(random_copies_bring_the_same_bytes_on_every_schedule),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
-}
+CHECK_MAIN(sim_test_open)

@@ -291,7 +291,7 @@ static void end(struct program *p) {
     sim_test_end();
 }
 
-static void the_first_race_is_reported_when_it_happens(void) {
+CASE(the_first_race_is_reported_when_it_happens) {
     static struct program p;
     unsigned raced = 0, steps = 0;
     for (uint64_t number = 1; number <= PROGRAMS && !check_failed; number++) {
@@ -319,7 +319,7 @@ static void the_first_race_is_reported_when_it_happens(void) {
 }
 
 /* What is ordered before all that can come is forgotten by the next sweep. */
-static void history_ends_where_the_host_has_waited(void) {
+CASE(history_ends_where_the_host_has_waited) {
     static struct program p;
     struct sim_live live;
     for (uint64_t number = 1; number <= 12; number++) {
@@ -361,7 +361,7 @@ static uint64_t hash_of_reports(void) {
     return hash;
 }
 
-static void races_do_not_depend_on_the_schedule(void) {
+CASE(races_do_not_depend_on_the_schedule) {
     static struct program p;
     uint64_t reports = 0;
     for (uint64_t number = 1; number <= PROGRAMS / 6 && !check_failed; number++) {
@@ -389,12 +389,4 @@ static void races_do_not_depend_on_the_schedule(void) {
     printf("%llu reports, the same on every schedule\n", (unsigned long long)reports);
 }
 
-static const struct check_case cases[] = {
-    CASE(the_first_race_is_reported_when_it_happens),
-    CASE(history_ends_where_the_host_has_waited),
-    CASE(races_do_not_depend_on_the_schedule),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
-}
+CHECK_MAIN(sim_test_open)

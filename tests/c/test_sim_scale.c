@@ -48,7 +48,7 @@ static double stream_layers(long layers, double *first_half_s) {
     return took_s;
 }
 
-static void a_long_program_is_as_fast_as_a_short_one(void) {
+CASE(a_long_program_is_as_fast_as_a_short_one) {
     enum { LAYERS = 170000 }; /* 1,020,000 operations */
     double half_s = 0;
     const double took_s = stream_layers(LAYERS, &half_s);
@@ -61,7 +61,7 @@ static void a_long_program_is_as_fast_as_a_short_one(void) {
 }
 
 /* Random sub-ranges on random streams, synchronised now and then: the history stays small. */
-static void history_is_forgotten(void) {
+CASE(history_is_forgotten) {
     enum { BYTES = 1 << 20 };
     sim_test_begin(SIM_TIMED, 0);
     OOCUstream streams[3] = {new_stream(), new_stream(), new_stream()};
@@ -180,7 +180,7 @@ static sim_os_thread_result SIM_OS_THREAD waits_for_a_kernel(void *unused) {
 
 /* One thread waits for a kernel, another reads its result: ordered by a lock we cannot see, unless
  * asked to count CUDA's order alone. */
-static void strict_threads_know_only_what_they_waited_for(void) {
+CASE(strict_threads_know_only_what_they_waited_for) {
     for (int strict = 0; strict < 2; strict++) {
         sim_test_begin(SIM_TIMED, 0);
         OK(cu.simSwitch(SIM_STRICT_THREADS, strict));
@@ -199,18 +199,9 @@ static void strict_threads_know_only_what_they_waited_for(void) {
     }
 }
 
-static void threads_do_not_disturb_each_other(void) {
+CASE(threads_do_not_disturb_each_other) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++)
         threads_work(schedule, schedule % 2);
 }
 
-static const struct check_case cases[] = {
-    CASE(a_long_program_is_as_fast_as_a_short_one),
-    CASE(history_is_forgotten),
-    CASE(threads_do_not_disturb_each_other),
-    CASE(strict_threads_know_only_what_they_waited_for),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
-}
+CHECK_MAIN(sim_test_open)

@@ -85,7 +85,7 @@ static void two_layer_step(int schedule) {
 }
 
 /* One engine per direction, served in the order copies become ready, not in the order of calls. */
-static void engines_are_shared_in_ready_order(void) {
+CASE(engines_are_shared_in_ready_order) {
     round_device();
     sim_test_begin(SIM_TIMED, 0);
     OOCUstream a = new_stream(), b = new_stream(), c = new_stream(), d2h = new_stream();
@@ -115,7 +115,7 @@ static void engines_are_shared_in_ready_order(void) {
     sim_test_end();
 }
 
-static void queries_follow_the_clock(void) {
+CASE(queries_follow_the_clock) {
     round_device();
     sim_test_begin(SIM_TIMED, 0);
     OOCUstream stream = new_stream();
@@ -142,7 +142,7 @@ static void queries_follow_the_clock(void) {
     sim_test_end();
 }
 
-static void polling_ends_on_every_schedule(void) {
+CASE(polling_ends_on_every_schedule) {
     for (int schedule = SIM_TIMED; schedule <= SIM_EAGER; schedule++) {
         sim_test_begin(schedule, 3);
         OOCUstream stream = new_stream();
@@ -210,7 +210,7 @@ static double random_program(int schedule, uint64_t seed, double *sum) {
     return end_s;
 }
 
-static void times_do_not_depend_on_the_schedule(void) {
+CASE(times_do_not_depend_on_the_schedule) {
     for (uint64_t seed = 1; seed <= 30; seed++) {
         double sum = 0, timed_sum = 0;
         const double timed_s = random_program(SIM_TIMED, seed, &timed_sum);
@@ -223,7 +223,7 @@ static void times_do_not_depend_on_the_schedule(void) {
     }
 }
 
-static void delays_are_adversarial_and_repeatable(void) {
+CASE(delays_are_adversarial_and_repeatable) {
     double sum = 0;
     const double timed_s = random_program(SIM_TIMED, 3, &sum);
     const double delayed_s = random_program(SIM_DELAYED, 3, &sum);
@@ -231,7 +231,7 @@ static void delays_are_adversarial_and_repeatable(void) {
     near(random_program(SIM_DELAYED, 3, &sum), delayed_s, "the same seed");
 }
 
-static void a_full_queue_holds_the_host_back(void) {
+CASE(a_full_queue_holds_the_host_back) {
     sim_test_begin(SIM_TIMED, 0);
     OOCUstream stream = new_stream();
     for (int i = 0; i < 1024; i++)
@@ -247,7 +247,7 @@ static void a_full_queue_holds_the_host_back(void) {
     sim_test_end();
 }
 
-static void presets_are_the_table(void) {
+CASE(presets_are_the_table) {
     static const struct {
         const char *name;
         double link_gbps, gib, tflops, memory_gbps;
@@ -274,7 +274,7 @@ static void presets_are_the_table(void) {
     CHECK(share > 0.93 && share < 0.95, "1 MiB reaches %.3f of the peak", share);
 }
 
-static void the_trace_tells_when(void) {
+CASE(the_trace_tells_when) {
     round_device();
     sim_test_begin(SIM_TIMED, 0);
     OK(cu.simSwitch(SIM_TRACE_ON, 1));
@@ -298,7 +298,7 @@ static void the_trace_tells_when(void) {
     sim_test_end();
 }
 
-static void a_step_of_two_layers_takes_what_the_model_says(void) {
+CASE(a_step_of_two_layers_takes_what_the_model_says) {
     for (int schedule = SIM_TIMED; schedule <= SIM_EAGER; schedule++)
         two_layer_step(schedule);
 }
@@ -306,7 +306,7 @@ static void a_step_of_two_layers_takes_what_the_model_says(void) {
 /* Nothing begins before it is handed over: by a query, by a wait, or by a kernel that comes after
  * it.
  */
-static void late_submission(void) {
+CASE(late_submission) {
     sim_test_begin(SIM_TIMED, 0);
     OK(cu.simSwitch(SIM_LATE_SUBMISSION, 1));
     int late = 0;
@@ -358,7 +358,7 @@ static void late_submission(void) {
 
 /* Six kernels of 1 ms on six streams, begun together: one after the other, or four at a time. Two
  * of one stream never overlap. */
-static void kernels_overlap_where_they_are_told_to(void) {
+CASE(kernels_overlap_where_they_are_told_to) {
     enum { STREAMS = 6 };
     for (int wide = 0; wide < 2; wide++) {
         sim_test_begin(SIM_TIMED, 7);
@@ -387,7 +387,7 @@ static void kernels_overlap_where_they_are_told_to(void) {
  * after the other, behind one of 1.5 GB/s at its rate, and where each has its own as if alone. One
  * that copies alone gets its link's rate, not the upstream's; copies to the host pass at the same
  * time. */
-static void links_share_an_upstream(void) {
+CASE(links_share_an_upstream) {
     enum { BYTES = 1000000 };
     static const struct {
         int upstreams[2];
@@ -460,7 +460,7 @@ static void links_share_an_upstream(void) {
  * then 3 MB in, and at the same time 1 MB out. Where each way has half of it while both copy, the
  * one out takes twice its 1.01 ms, the first one in has 1.00 of its 2.01 ms left then: 3.02 ms, and
  * the second one has the link to itself. A copy out that begins late slows what is under way. */
-static void directions_share_a_link(void) {
+CASE(directions_share_a_link) {
     enum { MB = 1000000 };
     static const struct {
         double share, out_s, first_s, second_s, late_s, in_s;
@@ -525,22 +525,4 @@ static void directions_share_a_link(void) {
     OK(cu.simSetDevice(0, &device));
 }
 
-static const struct check_case cases[] = {
-    CASE(directions_share_a_link),
-    CASE(links_share_an_upstream),
-    CASE(kernels_overlap_where_they_are_told_to),
-    CASE(late_submission),
-    CASE(a_step_of_two_layers_takes_what_the_model_says),
-    CASE(engines_are_shared_in_ready_order),
-    CASE(queries_follow_the_clock),
-    CASE(polling_ends_on_every_schedule),
-    CASE(times_do_not_depend_on_the_schedule),
-    CASE(delays_are_adversarial_and_repeatable),
-    CASE(a_full_queue_holds_the_host_back),
-    CASE(presets_are_the_table),
-    CASE(the_trace_tells_when),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
-}
+CHECK_MAIN(sim_test_open)

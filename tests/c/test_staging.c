@@ -44,7 +44,7 @@ static void take_there(void *argument) {
     taker->returned = 1;
 }
 
-static void who_finds_no_piece_waits_for_one(void) {
+CASE(who_finds_no_piece_waits_for_one) {
     struct world w;
     begin(&w);
     const size_t bytes = w.engine->decoder.lent->piece_bytes;
@@ -82,7 +82,7 @@ static unsigned free_pieces(const struct world *w, const struct oo_staging_piece
 }
 
 /* Of two leases the first or the second is removed, wherever their records are. */
-static void memory_that_goes_takes_its_own_pieces(void) {
+CASE(memory_that_goes_takes_its_own_pieces) {
     struct world w;
     begin(&w);
     const struct oo_staging_piece *pieces[3 * OO_STAGING_PIECES];
@@ -115,7 +115,7 @@ static void memory_that_goes_takes_its_own_pieces(void) {
     end(&w, "goes");
 }
 
-static void what_could_not_be_copied_is_not_decoded(void) {
+CASE(what_could_not_be_copied_is_not_decoded) {
     struct world w;
     begin(&w);
     const uint64_t launches = sim.simCallCount("cuLaunchKernel");
@@ -131,7 +131,7 @@ static void what_could_not_be_copied_is_not_decoded(void) {
     end(&w, "not copied");
 }
 
-static void a_piece_that_cannot_be_had_is_free_again(void) {
+CASE(a_piece_that_cannot_be_had_is_free_again) {
     static const char *const calls[] = {"cuEventRecord", "cuStreamWaitEvent"};
     const struct oo_staging_piece *pieces[OO_STAGING_PIECES];
     const struct oo_part part = {.bytes = 1};
@@ -151,7 +151,7 @@ static void a_piece_that_cannot_be_had_is_free_again(void) {
 }
 
 /* From the launch on a kernel may read the piece: until the end of that is marked it is lost. */
-static void a_piece_is_lost_where_its_decode_has_no_mark(void) {
+CASE(a_piece_is_lost_where_its_decode_has_no_mark) {
     static const struct oo_part_times untimed;
     static const struct {
         const char *call;
@@ -213,7 +213,7 @@ static void watch(struct world *w) {
     w->engine->driver.cuLaunchKernel = launch_watched;
 }
 
-static void a_piece_is_taken_until_its_decode_is_queued(void) {
+CASE(a_piece_is_taken_until_its_decode_is_queued) {
     for (int fed = 0; fed < 2; fed++) {
         struct world w;
         sim.simRefuseRegistration((uint64_t)fed);
@@ -255,7 +255,7 @@ static void decode_ahead(struct world *w) {
 }
 
 /* The units that are copied are in the memory of another lease, which stays. */
-static void memory_does_not_go_while_a_copy_thread_has_a_piece(void) {
+CASE(memory_does_not_go_while_a_copy_thread_has_a_piece) {
     struct world w;
     struct oo_staging_piece *pieces[OO_STAGING_PIECES];
     char *more = malloc(WORLD_STAGING);
@@ -286,7 +286,7 @@ static void use_the_largest(void *argument) { need(use(argument, 9, OO_FORWARD),
 
 /* A copy thread queues the decode of a unit that has not been used, while another unit takes its
  * place: what is copied there comes after the decode. */
-static void a_unit_that_is_decoded_still_loses_its_place_afterwards(void) {
+CASE(a_unit_that_is_decoded_still_loses_its_place_afterwards) {
     struct world w;
     world_sizes(memset(&w, 0, sizeof w));
     sim.simRefuseRegistration(1);
@@ -305,7 +305,7 @@ static void a_unit_that_is_decoded_still_loses_its_place_afterwards(void) {
 }
 
 /* A wait that the driver has refused is still to be done. */
-static void decodes_are_loose_until_they_are_waited_for(void) {
+CASE(decodes_are_loose_until_they_are_waited_for) {
     static const char *const calls[] = {"cuEventRecord", "cuStreamWaitEvent"};
     struct world w;
     begin(&w);
@@ -327,7 +327,7 @@ static void decodes_are_loose_until_they_are_waited_for(void) {
 }
 
 /* What comes after a use comes after what was decoded for it. */
-static void a_use_leaves_no_decode_loose(void) {
+CASE(a_use_leaves_no_decode_loose) {
     struct world w;
     begin(&w);
     need(use(&w, 1, OO_FORWARD), "use");
@@ -340,7 +340,7 @@ static void a_use_leaves_no_decode_loose(void) {
 }
 
 /* What a lost context had is gone with it. */
-static void a_dead_engine_destroys_no_decode_stream(void) {
+CASE(a_dead_engine_destroys_no_decode_stream) {
     struct world w;
     begin(&w);
     sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
@@ -359,20 +359,4 @@ static void a_dead_engine_destroys_no_decode_stream(void) {
     CHECK(sim_reset(&sim) == 0, "not reset");
 }
 
-static const struct check_case cases[] = {
-    CASE(who_finds_no_piece_waits_for_one),
-    CASE(memory_that_goes_takes_its_own_pieces),
-    CASE(what_could_not_be_copied_is_not_decoded),
-    CASE(a_piece_that_cannot_be_had_is_free_again),
-    CASE(a_piece_is_lost_where_its_decode_has_no_mark),
-    CASE(a_piece_is_taken_until_its_decode_is_queued),
-    CASE(memory_does_not_go_while_a_copy_thread_has_a_piece),
-    CASE(a_unit_that_is_decoded_still_loses_its_place_afterwards),
-    CASE(decodes_are_loose_until_they_are_waited_for),
-    CASE(a_use_leaves_no_decode_loose),
-    CASE(a_dead_engine_destroys_no_decode_stream),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -11,7 +11,7 @@ static void continue_while_held(struct world *w, uint64_t first) {
     CHECK(oo_plan_resident(w->engine->plan, w->unit[3]) == NULL, "not dropped after the last use");
 }
 
-static void test_a_master_is_hashed_once_in_a_sweep(void) {
+CASE(test_a_master_is_hashed_once_in_a_sweep) {
     struct world w;
     world_open(&w, 400000, -1);
     for (int i = 0; i < 2; i++)
@@ -52,7 +52,7 @@ static void test_a_master_is_hashed_once_in_a_sweep(void) {
 }
 
 /* Fingerprints are compared at a member's first use after each turn, of one graph task too. */
-static void test_each_turn_between_forward_and_task_begins_a_sweep(void) {
+CASE(test_each_turn_between_forward_and_task_begins_a_sweep) {
     struct world w;
     double end_s;
     world_open(&w, 400000, -1);
@@ -81,7 +81,7 @@ static void right_after(struct world *w, unsigned i, uint64_t stamp, uint64_t *b
 
 /* A copy reads few samples: where they miss a write, the next reading makes up for it, once. What
  * is known to have been written is read in full at once. */
-static void test_a_copy_glances_at_what_a_use_has_read(void) {
+CASE(test_a_copy_glances_at_what_a_use_has_read) {
     struct world w;
     uint32_t unit;
     size_t offset;
@@ -142,7 +142,7 @@ static void test_a_copy_glances_at_what_a_use_has_read(void) {
 }
 
 /* Weights that are swapped for a while (an EMA) are copied ahead, not used, and swapped back. */
-static void test_a_copy_of_weights_that_were_there_for_a_while(void) {
+CASE(test_a_copy_of_weights_that_were_there_for_a_while) {
     struct world w;
     double end_s;
     world_open(&w, 400000, -1);
@@ -163,7 +163,7 @@ static void test_a_copy_of_weights_that_were_there_for_a_while(void) {
 }
 
 /* Less than one line of the hash: all of it is. */
-static void test_a_change_of_a_few_bytes_is_seen(void) {
+CASE(test_a_change_of_a_few_bytes_is_seen) {
     enum { BYTES = 40 };
     struct world w;
     uint32_t unit, member;
@@ -186,7 +186,7 @@ static void test_a_change_of_a_few_bytes_is_seen(void) {
     world_close(&w, "a few bytes");
 }
 
-static void test_only_a_recorded_forward_ends_the_hold(void) {
+CASE(test_only_a_recorded_forward_ends_the_hold) {
     struct world w;
     world_open(&w, 400000, 20);
     need(step(&w), "step");
@@ -222,7 +222,7 @@ static enum oo_status train(struct world *w, unsigned i) {
 }
 
 /* While masters may be rewritten every pass reads them again, though samples see no change. */
-static void test_a_row_written_between_validations_is_seen(void) {
+CASE(test_a_row_written_between_validations_is_seen) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -284,7 +284,7 @@ static void test_a_row_written_between_validations_is_seen(void) {
 }
 
 /* What travels together is copied once in a pass, however many layers it has. */
-static void test_a_validation_copies_a_unit_of_two_members_once(void) {
+CASE(test_a_validation_copies_a_unit_of_two_members_once) {
     struct world w;
     uint32_t unit, members[2];
     size_t offsets[2];
@@ -307,7 +307,7 @@ static void test_a_validation_copies_a_unit_of_two_members_once(void) {
 }
 
 /* A copy is made again, once, when the thread that had to stamp it was interrupted. */
-static void test_a_copy_that_is_not_stamped_is_not_trusted(void) {
+CASE(test_a_copy_that_is_not_stamped_is_not_trusted) {
     struct world w;
     world_open(&w, 400000, -1);
     need(use(&w, 3, OO_FORWARD), "use");
@@ -324,7 +324,7 @@ static void test_a_copy_that_is_not_stamped_is_not_trusted(void) {
     world_close(&w, "not stamped");
 }
 
-static void test_an_acquire_that_fails_is_counted(void) {
+CASE(test_an_acquire_that_fails_is_counted) {
     struct world w;
     struct oo_use held;
     world_open(&w, 400000, -1);
@@ -340,7 +340,7 @@ static void test_an_acquire_that_fails_is_counted(void) {
 
 /* What is being computed with stays, and is stale from then on; everything else is dropped at once.
  */
-static void test_what_is_in_use_becomes_stale(void) {
+CASE(test_what_is_in_use_becomes_stale) {
     struct world w;
     struct oo_use held, again;
     struct oo_fetched fetched;
@@ -402,20 +402,4 @@ static void test_what_is_in_use_becomes_stale(void) {
     world_close(&w, "in use");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_a_master_is_hashed_once_in_a_sweep),
-    CASE(test_each_turn_between_forward_and_task_begins_a_sweep),
-    CASE(test_a_copy_glances_at_what_a_use_has_read),
-    CASE(test_a_copy_of_weights_that_were_there_for_a_while),
-    CASE(test_a_change_of_a_few_bytes_is_seen),
-    CASE(test_only_a_recorded_forward_ends_the_hold),
-    CASE(test_a_row_written_between_validations_is_seen),
-    CASE(test_a_validation_copies_a_unit_of_two_members_once),
-    CASE(test_a_copy_that_is_not_stamped_is_not_trusted),
-    CASE(test_an_acquire_that_fails_is_counted),
-    CASE(test_what_is_in_use_becomes_stale),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -290,7 +290,7 @@ static void acquire_and_release(void *argument) {
 }
 
 /* What is there needs no room, however full the arena is. */
-static void test_a_unit_in_use_is_shared_at_once(void) {
+CASE(test_a_unit_in_use_is_shared_at_once) {
     struct world w;
     struct oo_use uses[UNITS];
     struct oo_fetched fetched;
@@ -328,7 +328,7 @@ static void own_engine(void *argument) {
     }
 }
 
-static void test_engines_come_and_go_in_threads(void) {
+CASE(test_engines_come_and_go_in_threads) {
     struct worker workers[3] = {{0}};
     struct oo_thread *threads[3];
     for (int t = 0; t < 3; t++)
@@ -342,18 +342,18 @@ static void test_engines_come_and_go_in_threads(void) {
     CHECK(sim_reset(&sim) == 0, "not reset");
 }
 
-static void test_threads_share_an_engine(void) {
+CASE(test_threads_share_an_engine) {
     static const int schedules[] = {SIM_TIMED, SIM_RANDOM, SIM_STARVE_COPY};
     for (unsigned s = 0; s < sizeof schedules / sizeof schedules[0]; s++)
         threads_share_an_engine(schedules[s]);
 }
 
-static void test_a_stale_copy_in_use_is_waited_for(void) {
+CASE(test_a_stale_copy_in_use_is_waited_for) {
     for (int how = 0; how < 3; how++)
         a_stale_copy_in_use(how);
 }
 
-static void test_room_that_others_compute_in_is_waited_for(void) {
+CASE(test_room_that_others_compute_in_is_waited_for) {
     for (int how = 0; how < 3; how++)
         an_arena_full_of_uses(how);
 }
@@ -396,14 +396,14 @@ static void room_that_another_thread_keeps(int before, int ends) {
     world_close(&w, "kept");
 }
 
-static void test_room_that_another_thread_keeps_is_waited_for(void) {
+CASE(test_room_that_another_thread_keeps_is_waited_for) {
     for (int before = 0; before < 2; before++)
         for (int ends = 0; ends < 2; ends++)
             room_that_another_thread_keeps(before, ends);
 }
 
 /* What a thread keeps itself may end in a step to come. */
-static void test_room_that_a_thread_keeps_itself_is_not_waited_for(void) {
+CASE(test_room_that_a_thread_keeps_itself_is_not_waited_for) {
     struct world w;
     struct oo_use uses[UNITS], kept[UNITS], use;
     struct oo_fetched fetched;
@@ -426,16 +426,4 @@ static void test_room_that_a_thread_keeps_itself_is_not_waited_for(void) {
     world_close(&w, "kept here");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_threads_share_an_engine),
-    CASE(test_a_stale_copy_in_use_is_waited_for),
-    CASE(test_room_that_others_compute_in_is_waited_for),
-    CASE(test_room_that_another_thread_keeps_is_waited_for),
-    CASE(test_room_that_a_thread_keeps_itself_is_not_waited_for),
-    CASE(test_a_unit_in_use_is_shared_at_once),
-    CASE(test_engines_come_and_go_in_threads),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -37,7 +37,7 @@ static void end_use(struct world *w, const struct oo_use *use, uintptr_t stream)
 }
 
 /* Streams that share a unit have a row each, from where they begin with it to where they end. */
-static void test_each_stream_has_its_own_row_of_a_unit_in_the_timeline(void) {
+CASE(test_each_stream_has_its_own_row_of_a_unit_in_the_timeline) {
     struct world w;
     double end_s;
     world_open(&w, 200000, -1); /* all is resident: no copy is in the way */
@@ -96,7 +96,7 @@ static void test_each_stream_has_its_own_row_of_a_unit_in_the_timeline(void) {
 }
 
 /* Starting and stopping may fail, and can be repeated. */
-static void test_a_timeline_that_fails_can_be_repeated(void) {
+CASE(test_a_timeline_that_fails_can_be_repeated) {
     struct world w;
     struct oo_trace_row *rows;
     size_t count;
@@ -123,7 +123,7 @@ static void test_a_timeline_that_fails_can_be_repeated(void) {
 }
 
 /* The timeline begins where the upload stream is, not where a busy stream of another kind is. */
-static void test_a_timeline_begins_on_the_upload_stream(void) {
+CASE(test_a_timeline_begins_on_the_upload_stream) {
     struct world w;
     struct oo_trace_row *rows;
     size_t count;
@@ -149,7 +149,7 @@ static void test_a_timeline_begins_on_the_upload_stream(void) {
 
 /* Where copies are queued, the timeline begins once they have ended, and not before its call has
  * returned: the rows' times are since then. */
-static void test_a_timeline_begins_when_its_call_returns(void) {
+CASE(test_a_timeline_begins_when_its_call_returns) {
     struct world w;
     struct oo_trace_row *rows;
     size_t count;
@@ -189,7 +189,7 @@ static void test_a_timeline_begins_when_its_call_returns(void) {
 }
 
 /* A driver that says "not ready" of an event it has waited for: the timeline is not cut short. */
-static void test_a_timeline_that_cannot_be_read_is_an_error(void) {
+CASE(test_a_timeline_that_cannot_be_read_is_an_error) {
     struct world w;
     struct oo_trace_row *rows;
     size_t count;
@@ -210,7 +210,7 @@ static void test_a_timeline_that_cannot_be_read_is_an_error(void) {
 
 /* A hit in a backward, whose copy the stream has waited for already: the timeline alone would
  * record more. */
-static void test_a_hit_records_no_event_without_a_timeline(void) {
+CASE(test_a_hit_records_no_event_without_a_timeline) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -224,15 +224,4 @@ static void test_a_hit_records_no_event_without_a_timeline(void) {
     world_close(&w, "hit");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_each_stream_has_its_own_row_of_a_unit_in_the_timeline),
-    CASE(test_a_timeline_that_fails_can_be_repeated),
-    CASE(test_a_timeline_begins_on_the_upload_stream),
-    CASE(test_a_timeline_begins_when_its_call_returns),
-    CASE(test_a_timeline_that_cannot_be_read_is_an_error),
-    CASE(test_a_hit_records_no_event_without_a_timeline),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

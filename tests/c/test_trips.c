@@ -69,7 +69,7 @@ static uint64_t races(void) {
     return found;
 }
 
-static void nobody_waits_and_nothing_races(void) {
+CASE(nobody_waits_and_nothing_races) {
     static const int schedules[] = {SIM_TIMED, SIM_RANDOM, SIM_STARVE_COPY, SIM_STARVE_COMPUTE};
     for (unsigned i = 0; i < CHECK_COUNT(schedules); i++) {
         struct trips t;
@@ -109,7 +109,7 @@ static void nobody_waits_and_nothing_races(void) {
 
 /* What the race detector says of a caller who forgets a wait: were it silent here, no test above
  * would show anything. */
-static void whoever_forgets_to_join_is_told(void) {
+CASE(whoever_forgets_to_join_is_told) {
     for (int back = 0; back < 2; back++) {
         struct trips t;
         trips_open(&t);
@@ -130,7 +130,7 @@ static void whoever_forgets_to_join_is_told(void) {
 }
 
 /* The same where torch's memory is lent to the simulated device: it goes back in stream order. */
-static void lent_memory_goes_back_in_the_order_of_its_stream(void) {
+CASE(lent_memory_goes_back_in_the_order_of_its_stream) {
     struct world w;
     struct oo_host *host;
     struct sim_live before, during, after;
@@ -175,7 +175,7 @@ static void lent_memory_goes_back_in_the_order_of_its_stream(void) {
 }
 
 /* The simulated device has what a trip lends to it, no other bytes, and not for longer. */
-static void what_is_lent_is_that_memory_alone(void) {
+CASE(what_is_lent_is_that_memory_alone) {
     struct world w;
     struct oo_host *host;
     struct sim_live before, during;
@@ -227,7 +227,7 @@ static void what_is_lent_is_that_memory_alone(void) {
 }
 
 /* Nothing is queued on a stream that is being captured, and nothing that was left is waited for. */
-static void a_capturing_stream_is_refused(void) {
+CASE(a_capturing_stream_is_refused) {
     struct trips t;
     void *graph = NULL;
     uint64_t none = 0;
@@ -256,7 +256,7 @@ static OOCUresult OOCUDAAPI waits_for_nothing(OOCUevent event) {
 }
 
 /* What a trip waits for on the host is what the host reads then. */
-static void a_wait_of_the_host_that_is_missing_is_told(void) {
+CASE(a_wait_of_the_host_that_is_missing_is_told) {
     struct trips t;
     trips_open(&t);
     const struct oo_driver real = t.w.engine->driver;
@@ -271,7 +271,7 @@ static void a_wait_of_the_host_that_is_missing_is_told(void) {
 }
 
 /* What was on its way when its memory is forgotten has ended; its records go with the engine. */
-static void trips_that_nobody_ended_go_with_the_engine(void) {
+CASE(trips_that_nobody_ended_go_with_the_engine) {
     struct world w;
     struct oo_host *host;
     static char bytes[4096];
@@ -289,7 +289,7 @@ static void trips_that_nobody_ended_go_with_the_engine(void) {
     world_close(&w, "not ended");
 }
 
-static void the_host_may_ask_and_wait(void) {
+CASE(the_host_may_ask_and_wait) {
     struct trips t;
     int arrived = 1;
     trips_open(&t);
@@ -314,7 +314,7 @@ static void the_host_may_ask_and_wait(void) {
 }
 
 /* What comes back is waited for by the stream that uses it, and by the one that allocated it. */
-static void another_stream_may_use_what_comes_back(void) {
+CASE(another_stream_may_use_what_comes_back) {
     struct trips t;
     trips_open(&t);
     const uintptr_t other = new_stream(&t.w);
@@ -334,7 +334,7 @@ static void another_stream_may_use_what_comes_back(void) {
 }
 
 /* Each end makes the memory free for the next trip, joined or not. */
-static void host_memory_is_used_again_at_once(void) {
+CASE(host_memory_is_used_again_at_once) {
     struct trips t;
     trips_open(&t);
     for (int i = 0; i < 4; i++) {
@@ -387,7 +387,7 @@ static void host_memory_is_used_again_at_once(void) {
     trips_close(&t, "again");
 }
 
-static void a_thousand_steps_allocate_nothing(void) {
+CASE(a_thousand_steps_allocate_nothing) {
     enum { AT_ONCE = 80 };
     struct trips t;
     uint64_t out[AT_ONCE], flat = 0;
@@ -412,7 +412,7 @@ static void a_thousand_steps_allocate_nothing(void) {
     trips_close(&t, "a thousand steps");
 }
 
-static void what_is_refused(void) {
+CASE(what_is_refused) {
     struct trips t;
     int arrived;
     static char pageable[256];
@@ -452,7 +452,7 @@ static void what_is_refused(void) {
 }
 
 /* A trip that cannot begin leaves no copy of its memory queued, and can be asked for again. */
-static void a_trip_that_fails_leaves_nothing(void) {
+CASE(a_trip_that_fails_leaves_nothing) {
     static const struct {
         const char *call;
         uint64_t nth;
@@ -506,7 +506,7 @@ static void a_trip_that_fails_leaves_nothing(void) {
 
 /* Memory is lent until the last trip of any of its bytes is joined; a failed one is waited for too.
  */
-static void a_part_of_what_is_lent_may_go_by_itself(void) {
+CASE(a_part_of_what_is_lent_may_go_by_itself) {
     enum { WHOLE = 4096, PART = 1024 };
     struct world w;
     struct oo_host *host;
@@ -552,7 +552,7 @@ static void a_part_of_what_is_lent_may_go_by_itself(void) {
 
 /* Where even waiting fails, or giving back, the lent memory is known until the next copy, whichever
  * way it goes. */
-static void what_a_failed_trip_left_is_ended_by_the_next(void) {
+CASE(what_a_failed_trip_left_is_ended_by_the_next) {
     static const struct {
         const char *where, *fails_too;
         int in;
@@ -598,7 +598,7 @@ static void what_a_failed_trip_left_is_ended_by_the_next(void) {
 }
 
 /* A join, or an end, that fails can be repeated. */
-static void an_end_that_fails_is_made_again(void) {
+CASE(an_end_that_fails_is_made_again) {
     for (uint64_t nth = 1; nth <= 2; nth++) {
         struct trips t;
         trips_open(&t);
@@ -618,7 +618,7 @@ static void an_end_that_fails_is_made_again(void) {
 }
 
 /* Each with its copy's time alone: that back does not begin while the bytes leave. */
-static void trips_have_rows_in_the_timeline(void) {
+CASE(trips_have_rows_in_the_timeline) {
     struct trips t;
     struct oo_trace_row *rows, trip[OO_TRACE_KINDS];
     size_t count;
@@ -683,32 +683,9 @@ static void lose_context(int in_a_trip) {
     CHECK(sim_reset(&sim) == 0, "the simulator could not be reset");
 }
 
-static void a_lost_context_ends_trips(void) {
+CASE(a_lost_context_ends_trips) {
     for (int in_a_trip = 0; in_a_trip < 2; in_a_trip++)
         lose_context(in_a_trip);
 }
 
-static const struct check_case cases[] = {
-    CASE(nobody_waits_and_nothing_races),
-    CASE(whoever_forgets_to_join_is_told),
-    CASE(lent_memory_goes_back_in_the_order_of_its_stream),
-    CASE(what_is_lent_is_that_memory_alone),
-    CASE(a_capturing_stream_is_refused),
-    CASE(a_wait_of_the_host_that_is_missing_is_told),
-    CASE(trips_that_nobody_ended_go_with_the_engine),
-    CASE(the_host_may_ask_and_wait),
-    CASE(another_stream_may_use_what_comes_back),
-    CASE(host_memory_is_used_again_at_once),
-    CASE(a_thousand_steps_allocate_nothing),
-    CASE(what_is_refused),
-    CASE(a_trip_that_fails_leaves_nothing),
-    CASE(a_part_of_what_is_lent_may_go_by_itself),
-    CASE(what_a_failed_trip_left_is_ended_by_the_next),
-    CASE(an_end_that_fails_is_made_again),
-    CASE(trips_have_rows_in_the_timeline),
-    CASE(a_lost_context_ends_trips),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

@@ -3,7 +3,7 @@
 
 /* Members of several tensors; gaps, shared masters and foreign memory: each tensor's bytes at its
  * offset. */
-static void test_units_of_several_members_and_tensors(void) {
+CASE(test_units_of_several_members_and_tensors) {
     struct world w;
     uint32_t unit, members[3];
     size_t offsets[6];
@@ -53,7 +53,7 @@ static void test_units_of_several_members_and_tensors(void) {
 
 /* One copy reads one registration, and of memory that the engine does not know only the tensors
  * that were passed. */
-static void test_what_travels_as_one_copy(void) {
+CASE(test_what_travels_as_one_copy) {
     struct world w;
     struct oo_host *pages[16];
     uint32_t unit, member;
@@ -105,7 +105,7 @@ static void test_what_travels_as_one_copy(void) {
 }
 
 /* A unit is kept for a member that moves if it was alone there, and all else is as it was. */
-static void test_a_member_that_moves_keeps_its_unit_only_alone_and_alike(void) {
+CASE(test_a_member_that_moves_keeps_its_unit_only_alone_and_alike) {
     struct world w;
     uint32_t unit, moved, members[2];
     size_t offsets[4];
@@ -165,7 +165,7 @@ static uint64_t brought_by(struct world *w, uint32_t member, const char *what) {
 }
 
 /* What left a unit is no part of its copies, wherever it was in it. */
-static void test_what_left_a_unit_travels_no_more(void) {
+CASE(test_what_left_a_unit_travels_no_more) {
     struct world w;
     uint32_t unit, left, members[4];
     size_t offsets[4];
@@ -200,7 +200,7 @@ static enum oo_status use_member(struct world *w, uint32_t member) {
 }
 
 /* Memory that the engine does not know is copied on request alone; without it the unit is not. */
-static void test_what_is_left_of_a_unit_is_fetched_ahead(void) {
+CASE(test_what_is_left_of_a_unit_is_fetched_ahead) {
     struct world w;
     uint32_t unit, members[2];
     size_t offsets[2];
@@ -229,7 +229,7 @@ static void test_what_is_left_of_a_unit_is_fetched_ahead(void) {
 }
 
 /* A member that could not be moved is copied from where it was. */
-static void test_a_move_that_fails_changes_nothing(void) {
+CASE(test_a_move_that_fails_changes_nothing) {
     struct world w;
     uint32_t unit, members[2];
     size_t offsets[2];
@@ -275,7 +275,7 @@ static void test_a_move_that_fails_changes_nothing(void) {
 }
 
 /* Device memory that could not be ordered before our copies is the caller's alone. */
-static void test_a_segment_that_is_refused_is_not_adopted(void) {
+CASE(test_a_segment_that_is_refused_is_not_adopted) {
     static char memory[8192];
     struct world w;
     struct sim_live before, after;
@@ -293,7 +293,7 @@ static void test_a_segment_that_is_refused_is_not_adopted(void) {
     world_close(&w, "refused");
 }
 
-static void test_what_was_removed_is_known_no_more(void) {
+CASE(test_what_was_removed_is_known_no_more) {
     struct world w;
     struct oo_use use;
     struct oo_stats stats;
@@ -339,7 +339,7 @@ static void test_what_was_removed_is_known_no_more(void) {
 }
 
 /* The members of a unit that was refused do not exist, though their records were begun. */
-static void test_members_of_a_refused_unit_are_not_there(void) {
+CASE(test_members_of_a_refused_unit_are_not_there) {
     struct world w;
     struct oo_use use;
     const uint32_t one_each[2] = {1, 1};
@@ -361,18 +361,4 @@ static void test_members_of_a_refused_unit_are_not_there(void) {
     world_close(&w, "a refused unit");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_units_of_several_members_and_tensors),
-    CASE(test_what_left_a_unit_travels_no_more),
-    CASE(test_what_is_left_of_a_unit_is_fetched_ahead),
-    CASE(test_a_segment_that_is_refused_is_not_adopted),
-    CASE(test_what_travels_as_one_copy),
-    CASE(test_a_member_that_moves_keeps_its_unit_only_alone_and_alike),
-    CASE(test_a_move_that_fails_changes_nothing),
-    CASE(test_what_was_removed_is_known_no_more),
-    CASE(test_members_of_a_refused_unit_are_not_there),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)

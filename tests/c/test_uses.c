@@ -2,7 +2,7 @@
 #include "world.h"
 
 /* A stream that is known has its entry, however many there are: no other's is given up for it. */
-static void test_one_use_more_on_a_known_stream_displaces_nobody(void) {
+CASE(test_one_use_more_on_a_known_stream_displaces_nobody) {
     struct world w;
     struct oo_use use[OO_STREAMS], again;
     struct oo_fetched fetched;
@@ -27,7 +27,7 @@ static void test_one_use_more_on_a_known_stream_displaces_nobody(void) {
 }
 
 /* The unit may be in use by others by now: their use is not his to end. */
-static void test_a_ticket_of_an_earlier_copy_ends_no_use(void) {
+CASE(test_a_ticket_of_an_earlier_copy_ends_no_use) {
     struct world w;
     struct oo_use first, second;
     struct oo_fetched fetched;
@@ -47,7 +47,7 @@ static void test_a_ticket_of_an_earlier_copy_ends_no_use(void) {
 }
 
 /* Units that several streams use need more events than were made for them. */
-static void test_a_use_without_an_event_is_waited_for(void) {
+CASE(test_a_use_without_an_event_is_waited_for) {
     struct world w;
     struct oo_fetched fetched;
     struct oo_use held;
@@ -74,7 +74,7 @@ static void test_a_use_without_an_event_is_waited_for(void) {
     world_close(&w, "uses without an event");
 }
 
-static void test_a_use_that_could_not_be_marked_is_waited_for(void) {
+CASE(test_a_use_that_could_not_be_marked_is_waited_for) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
@@ -117,7 +117,7 @@ static void test_a_use_that_could_not_be_marked_is_waited_for(void) {
 
 /* More streams than entries, and the oldest use cannot be ordered: the new one is waited for
  * instead. */
-static void test_a_use_without_an_entry_is_waited_for(void) {
+CASE(test_a_use_without_an_entry_is_waited_for) {
     struct world w;
     uintptr_t streams[OO_STREAMS + 1];
     struct oo_use held;
@@ -148,7 +148,7 @@ static void test_a_use_without_an_entry_is_waited_for(void) {
 /* While a fault lasts a release can neither mark its use nor wait for it. The unit is in use no
  * more all the same, or nothing could ever detach; what overwrites it waits for each such use.
  * Only with more of them than there are entries a release fails, and can be repeated. */
-static void test_a_release_returns_while_a_fault_lasts(void) {
+CASE(test_a_release_returns_while_a_fault_lasts) {
     enum { STREAMS = OO_USES + 1, HELD = 1 }; /* what comes first and stays is not overwritten */
     struct world w;
     uintptr_t streams[STREAMS];
@@ -188,15 +188,4 @@ static void test_a_release_returns_while_a_fault_lasts(void) {
     world_close(&w, "lasting");
 }
 
-static const struct check_case cases[] = {
-    CASE(test_one_use_more_on_a_known_stream_displaces_nobody),
-    CASE(test_a_ticket_of_an_earlier_copy_ends_no_use),
-    CASE(test_a_use_that_could_not_be_marked_is_waited_for),
-    CASE(test_a_use_without_an_event_is_waited_for),
-    CASE(test_a_use_without_an_entry_is_waited_for),
-    CASE(test_a_release_returns_while_a_fault_lasts),
-};
-
-int main(int argc, char **argv) {
-    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
-}
+CHECK_MAIN(world_prepare)
