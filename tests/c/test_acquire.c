@@ -65,7 +65,6 @@ CASE(test_a_nonblocking_call_leaves_when_the_engine_is_busy) {
     CHECK(oo_engine_destroy(w.engine) == OO_E_STATE &&
               strstr(oo_error_message(), "0 models and 1 host"),
           "%s", oo_error_message());
-    need(oo_model_add(w.engine, &w.model), "add");
     need(oo_engine_destroy(NULL), "destroy nothing");
     world_close(&w, "busy");
 }
@@ -74,10 +73,8 @@ CASE(test_a_nonblocking_call_leaves_when_the_engine_is_busy) {
 static struct oo_host *move_apart(struct world *w, unsigned i, uint32_t parts) {
     struct oo_tensor *tensors = calloc(parts, sizeof *tensors);
     size_t *offsets = calloc(parts, sizeof *offsets);
-    struct oo_host *host;
     uint32_t unit;
-    need(oo_host_create(parts * OO_ALIGNMENT, &host), "memory");
-    need(oo_engine_lock(w->engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(w->engine, parts * OO_ALIGNMENT);
     for (uint32_t t = 0; t < parts; t++)
         tensors[t] = (struct oo_tensor){.host = (char *)oo_host_address(host) +
                                                 (parts - 1 - t) * OO_ALIGNMENT,
@@ -95,7 +92,6 @@ static struct oo_host *move_apart(struct world *w, unsigned i, uint32_t parts) {
 
 /* Learn the order of uses, with unit 0 of so many parts; nothing is on the device then. */
 static struct oo_host *open_apart(struct world *w, uint32_t parts, int measures) {
-    double end_s;
     world_open(w, 800000, -1);
     if (!measures)
         w->engine->driver.cuEventElapsedTime = NULL;
@@ -103,16 +99,14 @@ static struct oo_host *open_apart(struct world *w, uint32_t parts, int measures)
     for (int i = 0; i < 3; i++)
         need(step(w), "learn");
     need(oo_engine_refresh(w->engine, OO_ALL_MODELS), "refresh");
-    sim.simFinish(&end_s);
+    finish();
     empty_queue(w->engine);
     return host;
 }
 
 static void close_apart(struct world *w, struct oo_host *host, const char *what) {
     need(world_remove(w), "remove");
-    need(oo_engine_unlock(w->engine, host), "unlock");
-    oo_host_destroy(host);
-    need(oo_model_add(w->engine, &w->model), "add");
+    end_memory(w->engine, host);
     world_close(w, what);
 }
 
@@ -126,7 +120,6 @@ CASE(test_a_nonblocking_call_queues_nothing_where_the_queue_may_be_full) {
     struct world w;
     struct oo_use first, other;
     struct oo_fetched fetched;
-    double end_s;
     struct oo_host *host = open_apart(&w, OO_QUEUED_PARTS, 1);
     CHECK(sim.simHold(w.engine->h2d, 1) == 0, "not held");
     need(try_acquire(&w, 0, OO_NONBLOCKING, &first), "the first");
@@ -140,11 +133,11 @@ CASE(test_a_nonblocking_call_queues_nothing_where_the_queue_may_be_full) {
     const struct oo_stamp stamp = {w.member[0], 0};
     need(oo_engine_stamp(w.engine, &stamp, 1, OO_NONBLOCKING), "a call that queues nothing");
     need(try_acquire(&w, 1, 0, &other), "blocking");
-    need(oo_engine_release(w.engine, other.ticket, w.stream, 0, &fetched), "release");
+    fetched = use_end(w.engine, &other, w.stream, "release");
     CHECK(fetched.count > 0, "nothing is copied ahead");
     CHECK(sim.simHold(w.engine->h2d, 0) == 0, "still held");
-    sim.simFinish(&end_s);
-    need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
+    finish();
+    use_end(w.engine, &first, w.stream, "release");
     close_apart(&w, host, "full");
 }
 
@@ -163,7 +156,7 @@ CASE(test_a_nonblocking_call_queues_no_unit_of_many_parts) {
         const enum oo_status status =
             oo_engine_release(w.engine, use.ticket, w.stream, OO_NONBLOCKING, &fetched);
         if (status == OO_WOULD_BLOCK)
-            need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+            fetched = use_end(w.engine, &use, w.stream, "release");
         if (fetched.more && fetched.count == 0)
             break;
     }
@@ -174,7 +167,7 @@ CASE(test_a_nonblocking_call_queues_no_unit_of_many_parts) {
     CHECK(oo_plan_resident(w.engine->plan, w.unit[0]) != NULL, "not copied by a call that may");
     empty_queue(w.engine);
     need(try_acquire(&w, 0, OO_NONBLOCKING, &use), "a hit");
-    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &use, w.stream, "release");
     empty_queue(w.engine);
     CHECK(acquire(w.engine, w.member[0], w.stream, 1, OO_FORWARD, -1, OO_NONBLOCKING, &use) ==
               OO_WOULD_BLOCK,
@@ -196,8 +189,7 @@ CASE(test_a_use_that_is_asked_for_again_begins_one_sweep) {
               "%s", oo_error_message());
         CHECK(w.engine->sweep - before == 1, "pass %llu: %llu sweeps", (unsigned long long)pass,
               (unsigned long long)(w.engine->sweep - before));
-        struct oo_fetched fetched;
-        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+        use_end(w.engine, &use, w.stream, "release");
     }
     close_apart(&w, host, "one sweep");
 }
@@ -209,7 +201,6 @@ CASE(test_an_idle_device_turns_no_nonblocking_call_away) {
         struct world w;
         struct oo_use use;
         struct oo_fetched fetched;
-        double end_s;
         unsigned refused = 0;
         struct oo_host *host = open_apart(&w, 4, measures);
         const uint64_t before = w.engine->copies.sent;
@@ -223,7 +214,7 @@ CASE(test_an_idle_device_turns_no_nonblocking_call_away) {
             while (oo_engine_release(w.engine, use.ticket, w.stream, flags[i], &fetched) ==
                    OO_WOULD_BLOCK)
                 refused++, i = 1;
-            sim.simFinish(&end_s);
+            finish();
         }
         CHECK(w.engine->copies.sent - before >= 4 * 200, "%llu parts",
               (unsigned long long)(w.engine->copies.sent - before));
@@ -235,9 +226,8 @@ CASE(test_an_idle_device_turns_no_nonblocking_call_away) {
 /* A hit by a call that may wait. */
 static void hit(struct world *w) {
     struct oo_use use;
-    struct oo_fetched fetched;
     need(try_acquire(w, 0, 0, &use), "a hit");
-    need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
+    use_end(w->engine, &use, w->stream, "release");
 }
 
 /* So many that none looks. */
@@ -252,7 +242,6 @@ static void hit_unlooked(struct world *w) {
  * by the next uses, where the device is behind. */
 static void queue_is_known_to_be_empty(int measured) {
     struct world w;
-    double end_s;
     struct oo_host *host = open_apart(&w, OO_QUEUED_PARTS, measured);
     if (measured)
         need(oo_trace_start(w.engine), "trace");
@@ -264,9 +253,9 @@ static void queue_is_known_to_be_empty(int measured) {
     hit(&w);
     CHECK(!oo__queue_has_room(w.engine, 1), "nothing has left yet");
     CHECK(sim.simHold(w.engine->h2d, 0) == 0, "still held");
-    sim.simFinish(&end_s);
+    finish();
     hit_unlooked(&w);
-    sim.simFault("cuStreamQuery", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuStreamQuery", 1);
     hit(&w);
     CHECK(oo__queue_has_room(w.engine, OO_QUEUED_PARTS) == measured, "measured %d", measured);
     sim.simFaultClear();
@@ -284,10 +273,7 @@ static void queue_is_known_to_be_empty(int measured) {
     hit(&w);
     CHECK(oo__queue_has_room(w.engine, OO_QUEUED_PARTS), "did not look");
     if (measured) {
-        struct oo_trace_row *rows;
-        size_t count;
-        need(oo_trace_stop(w.engine, &rows, &count), "trace");
-        oo_trace_free(rows);
+        end_timeline(w.engine);
     }
     end_stream(&w, w.stream);
     w.stream = own;
@@ -365,7 +351,7 @@ CASE(test_unknown_flags_are_refused) {
                   oo_plan_pins(w.engine->plan, w.unit[0]) == 1,
               "bit %u: done all the same", bit);
     }
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &held, w.stream, "release");
     world_close(&w, "flags");
 }
 
@@ -400,9 +386,9 @@ CASE(test_an_acquire_that_launches) {
     need(acquire_launched(w.engine, w.member[2], w.stream, 0, OO_FORWARD, -1, 1e-6, 0, &held),
          "acquire");
     CHECK(memcmp((const void *)held.address, w.master[2], w.bytes[2]) == 0, "not there yet");
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &held, w.stream, "release");
     need(oo_engine_refresh(w.engine, w.model), "refresh");
-    sim.simFault("simLaunch", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("simLaunch", 1);
     CHECK(acquire_launched(w.engine, w.member[2], w.stream, 0, OO_FORWARD, -1, 1e-6, 0, &held) ==
               OO_E_DRIVER,
           "launched in spite of a fault");
@@ -423,7 +409,6 @@ CASE(test_an_acquire_that_launches) {
 CASE(test_what_an_acquire_launches_is_on_its_stream) {
     struct world w;
     struct oo_use held;
-    struct oo_fetched fetched;
     struct oo_trace_row *rows;
     size_t count;
     world_open(&w, 400000, -1);
@@ -432,7 +417,7 @@ CASE(test_what_an_acquire_launches_is_on_its_stream) {
     need(oo_trace_start(w.engine), "trace");
     need(acquire_launched(w.engine, w.member[2], stream, 0, OO_FORWARD, -1, 1e-3, 0, &held),
          "acquire");
-    need(oo_engine_release(w.engine, held.ticket, stream, 0, &fetched), "release");
+    use_end(w.engine, &held, stream, "release");
     need(oo_trace_stop(w.engine, &rows, &count), "trace");
     unsigned found = 0;
     for (size_t i = 0; i < count; i++)
@@ -449,22 +434,18 @@ CASE(test_a_wait_whose_end_could_not_be_measured_is_not_repeated) {
     struct world w;
     const uintptr_t stream = 0; /* the default one: it lasts */
     struct oo_use held;
-    struct oo_trace_row *rows;
-    size_t count;
     world_open_on_device(&w, 400000);
     need(use(&w, 0, OO_FORWARD), "use"); /* and copies ahead */
     need(oo_trace_start(w.engine), "trace");
-    sim.simFault("cuEventRecord", 2, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0); /* before, and after */
+    fail_call("cuEventRecord", 2); /* before, and after */
     CHECK(acquire(w.engine, w.member[1], stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
     const uint64_t waits = sim.simCallCount("cuStreamWaitEvent");
     need(acquire(w.engine, w.member[1], stream, 0, OO_FORWARD, -1, 0, &held), "again");
     CHECK(sim.simCallCount("cuStreamWaitEvent") == waits && stats_of(&w).stale == 0,
           "waited for twice");
-    struct oo_fetched fetched;
-    need(oo_engine_release(w.engine, held.ticket, stream, 0, &fetched), "release");
-    need(oo_trace_stop(w.engine, &rows, &count), "trace");
-    oo_trace_free(rows);
+    use_end(w.engine, &held, stream, "release");
+    end_timeline(w.engine);
     need(step(&w), "step");
     world_close(&w, "an end that failed");
 }
@@ -478,7 +459,7 @@ CASE(test_a_failed_upload_leaves_the_unit_absent) {
         struct world w;
         struct oo_use use;
         world_open_on_device(&w, 60000);
-        sim.simFault(calls[i], nth[i], OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call(calls[i], nth[i]);
         CHECK(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_DRIVER,
               "%s", calls[i]);
         CHECK(stats_of(&w).resident_units == (i == 2 ? 1u : 0u), "%s %u: resident", calls[i], i);
@@ -496,12 +477,10 @@ CASE(test_an_acquire_that_fails_behind_its_copy) {
     world_open(&w, 30000, -1);
     for (int i = 0; i < 3; i++)
         need(step(&w), "step"); /* every event has been recorded before */
-    double end_s;
-    sim.simFinish(&end_s);
+    finish();
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     need(oo_trace_start(w.engine), "trace");
-    sim.simFault("cuEventRecord", 5, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES,
-                 0); /* begin, ready, end, before, and after the wait */
+    fail_call("cuEventRecord", 5); /* begin, ready, end, before, and after the wait */
     CHECK(acquire(w.engine, w.member[0], w.stream, 1, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
     need(oo_trace_stop(w.engine, &rows, &count), "trace");
@@ -510,7 +489,7 @@ CASE(test_an_acquire_that_fails_behind_its_copy) {
     oo_trace_free(rows);
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     need(use_on(&w, 1, OO_RECOMPUTE, 3, 1, w.stream), "use");
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuStreamWaitEvent", 1);
     CHECK(acquire(w.engine, w.member[0], w.stream, 1, OO_RECOMPUTE, 3, 0, &held) == OO_E_DRIVER,
           "no error");
     const uint64_t stale = stats_of(&w).stale;
@@ -525,39 +504,28 @@ CASE(test_a_copy_that_nobody_was_told_of_is_not_trusted) {
     enum { BYTES = 1 << 16, UNSAMPLED = 100 };
     struct world w;
     world_open(&w, 4 * BYTES, -1);
-    struct oo_host *host;
-    need(oo_host_create(2 * BYTES, &host), "host");
-    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(w.engine, 2 * BYTES);
     char *master = oo_host_address(host);
     fill(master, 2 * BYTES, 5);
     const struct oo_tensor tensors[2] = {{.host = master, .bytes = BYTES},
                                          {.host = master + BYTES, .bytes = BYTES}};
-    const uint32_t ones[2] = {1, 1};
-    uint32_t unit, members[2];
+    uint32_t members[2];
     size_t offsets[2];
-    need(oo_unit_add(w.engine, w.model, tensors, ones, 2, 0, &unit, members, offsets), "unit");
+    add_row(w.engine, w.model, tensors, 2, members, offsets);
     struct oo_use held;
-    struct oo_fetched fetched;
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuStreamWaitEvent", 1);
     CHECK(acquire(w.engine, members[0], w.stream, 1, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
-    double end_s;
-    sim.simFinish(&end_s);
+    finish();
     master[BYTES + UNSAMPLED] ^= 1;
     need(acquire(w.engine, members[1], w.stream, 2, OO_FORWARD, -1, 0, &held), "acquire");
     need(oo_engine_launch(w.engine, members[1], w.stream, 1e-6), "launch");
     CHECK(memcmp((const char *)held.address + offsets[1], master + BYTES, BYTES) == 0,
           "the bytes from before the rewrite");
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &held, w.stream, "release");
     need(world_remove(&w), "remove");
     need(oo_host_destroy(host), "destroy");
-    oo_host_destroy(w.host);
-    need(oo_engine_destroy(w.engine), "destroy");
-    free(w.arena);
-    check_no_reports("untold copy");
-    check_nothing_alive("untold copy");
-    release_context("untold copy");
-    CHECK(sim_reset(&sim) == 0, "not reset");
+    world_close(&w, "untold copy");
 }
 
 /* An acquire of a copy that is there fails at the wait for it: the next one waits all the same, and
@@ -565,20 +533,19 @@ CASE(test_a_copy_that_nobody_was_told_of_is_not_trusted) {
 CASE(test_a_wait_that_failed_is_waited_for_by_the_next_call) {
     struct world w;
     struct oo_use held;
-    double end_s;
     world_open_on_device(&w, 400000);
     need(use(&w, 0, OO_FORWARD), "use"); /* and copies ahead */
     const uintptr_t other = new_stream(&w);
     for (unsigned i = 1; i < 3; i++) {
         const uint64_t late = stats_of(&w).late, waits = stats_of(&w).waits;
-        sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call("cuStreamWaitEvent", 1);
         CHECK(acquire(w.engine, w.member[i], other, 5, OO_RECOMPUTE, 7, 0, &held) == OO_E_DRIVER,
               "no error");
         CHECK(stats_of(&w).late == late, "unit %u was not copied ahead", i);
         CHECK(stats_of(&w).waits == waits, "a wait that failed is counted");
         uint64_t stamp = 5;
         if (i == 2) { /* rewritten in between; in one task its samples are not looked at again */
-            sim.simFinish(&end_s);
+            finish();
             sim.cuCtxPushCurrent_v2(w.context);
             CHECK(w.engine->driver.cuStreamSynchronize(w.engine->h2d) == 0, "not synchronised");
             sim.cuCtxPopCurrent_v2(NULL);

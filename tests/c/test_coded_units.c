@@ -181,10 +181,8 @@ static struct model *open_model(unsigned n_layers, size_t chunk, size_t arena_by
     need(oo_model_add(m->engine, &m->model), "model");
     for (unsigned i = 0; i < n_layers; i++) {
         struct layer *layer = &m->layers[i];
-        const uint32_t count = TENSORS;
-        need(oo_unit_add(m->engine, m->model, layer->tensors, &count, 1, 0, &layer->unit,
-                         &layer->member, layer->offsets),
-             "unit");
+        layer->unit =
+            add_unit(m->engine, m->model, layer->tensors, TENSORS, &layer->member, layer->offsets);
         m->link_bytes += layer->link_bytes;
         m->decodes += layer->decodes;
         m->copies += layer->copies;
@@ -323,15 +321,12 @@ CASE(a_chunk_passes_through_the_ring_in_steps) {
     set_memory(BY_THE_RING);
     struct model *m = open_model(1, 8192, (size_t)LAYERS * 4 * MOST_BYTES);
     struct layer *layer = &m->layers[0];
-    const uint32_t one = 1;
     need(oo_engine_reserve_rings(m->engine, OO_RING_PIECES * oo__page_bytes()), "small rings");
     need(use_layer(m, 0, "in steps"), "use");
     CHECK(stats_of_model(m).h2d_bytes == m->link_bytes, "not all has come");
     for (int t = 1; t < TENSORS; t++) /* nothing but one chunk */
         layer->tensors[t].bytes = 0;
-    need(oo_unit_add(m->engine, m->model, layer->tensors, &one, 1, 0, &layer->unit, &layer->member,
-                     layer->offsets),
-         "chunk");
+    layer->unit = add_unit(m->engine, m->model, layer->tensors, 1, &layer->member, layer->offsets);
     const struct oo_unit *unit = &m->engine->units[layer->unit];
     const size_t most = m->engine->up.piece_bytes;
     CHECK(unit->n_parts == 1 && unit->parts[0].header.mode == OO_CODEC_TIERS &&
@@ -341,7 +336,7 @@ CASE(a_chunk_passes_through_the_ring_in_steps) {
     for (int struck = 1; struck && nth < 10;) {
         need(oo_engine_refresh(m->engine, OO_ALL_MODELS), "refresh");
         const struct oo_stats before = stats_of_model(m);
-        sim.simFault("cuMemcpyHtoDAsync", ++nth, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call("cuMemcpyHtoDAsync", ++nth);
         const enum oo_status status = use_layer(m, 0, "a step fails");
         const struct oo_stats after = stats_of_model(m);
         struck = status == OO_E_DRIVER;
@@ -457,12 +452,9 @@ static OOCUresult OOCUDAAPI watching_copy(OOCUdeviceptr target, const void *sour
 CASE(a_locked_chunk_passes_through_no_ring) {
     struct model *m = open_model(1, 8192, (size_t)LAYERS * 4 * MOST_BYTES);
     struct layer *layer = &m->layers[0];
-    const uint32_t two = 2;
     layer->tensors[1].host = layer->plain[1]; /* no page of it is locked */
     layer->tensors[2].bytes = layer->tensors[3].bytes = 0;
-    need(oo_unit_add(m->engine, m->model, layer->tensors, &two, 1, 0, &layer->unit, &layer->member,
-                     layer->offsets),
-         "unit");
+    layer->unit = add_unit(m->engine, m->model, layer->tensors, 2, &layer->member, layer->offsets);
     watched = m->engine->units[layer->unit].parts[0].host;
     n_watched = 0;
     copy_h2d = m->engine->driver.cuMemcpyHtoDAsync;
@@ -482,15 +474,12 @@ CASE(a_locked_chunk_passes_through_no_ring) {
 CASE(a_chunk_of_memory_that_is_not_known_travels) {
     struct model *m = open_model(1, 8192, (size_t)LAYERS * 4 * MOST_BYTES);
     struct layer *layer = &m->layers[0];
-    const uint32_t one = 1;
     char *own = malloc(layer->tensors[0].coded_bytes);
     memcpy(own, layer->tensors[0].host, layer->tensors[0].coded_bytes);
     layer->tensors[0].host = own;
     for (int t = 1; t < TENSORS; t++)
         layer->tensors[t].bytes = 0;
-    need(oo_unit_add(m->engine, m->model, layer->tensors, &one, 1, 0, &layer->unit, &layer->member,
-                     layer->offsets),
-         "unit");
+    layer->unit = add_unit(m->engine, m->model, layer->tensors, 1, &layer->member, layer->offsets);
     CHECK(!m->engine->units[layer->unit].parts[0].memory, "it is known");
     need(use_layer(m, 0, "not known"), "use");
     close_model(m, "not known");
@@ -500,15 +489,11 @@ CASE(a_chunk_of_memory_that_is_not_known_travels) {
 /* Many chunks and few pieces; copies do not wait for the host. */
 CASE(chunks_take_turns_in_the_staging_memory) {
     struct world w;
-    world_coded = 1;
-    world_open(&w, 400000, -1);
-    world_coded = 0;
-    struct oo_host *host;
+    world_open_coded(&w, 400000, -1);
     enum { WEIGHTS = 40 * 1024 + 5 }; /* the last five are as they are */
     char *plain = malloc(WEIGHTS);
     fill_weights(plain, WEIGHTS, 3);
-    need(oo_host_create(2 * WEIGHTS, &host), "host");
-    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(w.engine, 2 * WEIGHTS);
     const struct oo_tensor tensor = {
         .host = oo_host_address(host),
         .bytes = WEIGHTS,
@@ -533,13 +518,8 @@ CASE(chunks_take_turns_in_the_staging_memory) {
     CHECK(after.host_waits == before.host_waits, "the host waits");
     need(world_remove(&w), "remove");
     need(oo_host_destroy(host), "destroy");
-    need(oo_host_destroy(w.host), "destroy");
-    world_free(&w);
+    world_close(&w, "turns");
     free(plain);
-    need(oo_engine_destroy(w.engine), "engine");
-    release_context("turns");
-    check_no_reports("turns");
-    CHECK(sim_reset(&sim) == 0, "not reset");
 }
 
 /* Its decodes run still, into bytes that are free again: the next copy comes after them. */
@@ -548,19 +528,16 @@ CASE(a_copy_that_failed_after_decodes_leaves_them_loose) {
     uint32_t unit, members[2];
     size_t offsets[2];
     struct oo_use use_of_it;
-    world_coded = 1;
-    world_open(&w, 400000, -1);
-    world_coded = 0;
-    const uint32_t ones[] = {1, 1};
+    world_open_coded(&w, 400000, -1);
     const struct oo_tensor row[] = {{.host = w.master[4],
                                      .bytes = w.bytes[4],
                                      .coded_bytes = w.coded_bytes[4],
                                      .coded_kind = OO_CODEC_INT8},
                                     {.host = w.master[3], .bytes = w.bytes[3]}};
-    need(oo_unit_add(w.engine, w.model, row, ones, 2, 0, &unit, members, offsets), "unit");
+    unit = add_row(w.engine, w.model, row, 2, members, offsets);
     CHECK(w.engine->units[unit].decodes && !w.engine->units[unit].only_decoded, "not mixed");
     const unsigned last = w.engine->units[unit].n_parts;
-    sim.simFault("cuMemcpyHtoDAsync", last, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuMemcpyHtoDAsync", last);
     CHECK(acquire(w.engine, members[0], w.stream, 0, OO_FORWARD, -1, 0, &use_of_it) == OO_E_DRIVER,
           "no error of copy %u", last);
     CHECK(w.engine->decoder.loose, "the next copy would not wait for %u decodes", last - 1);
@@ -574,10 +551,8 @@ CASE(a_piece_whose_decode_has_no_mark_is_used_after_it) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
         struct world w;
         struct oo_event *stale[OO_STAGING_PIECES];
-        world_coded = 1;
         sim.simSetSchedule(schedule, 9);
-        world_open(&w, 400000, -1);
-        world_coded = 0;
+        world_open_coded(&w, 400000, -1);
         need(use(&w, 4, OO_FORWARD), "all pieces are used");
         need(use(&w, 8, OO_FORWARD), "all pieces are used");
         for (int i = 0; i < OO_STAGING_PIECES; i++) {
@@ -666,10 +641,9 @@ CASE(a_unit_is_trained_once_its_codes_have_left) {
     const struct layer *layer = &m->layers[0];
     const struct oo_tensor plain = {.host = layer->plain[1], .bytes = layer->tensors[1].bytes};
     const struct oo_tensor tensors[] = {layer->tensors[0], plain};
-    const uint32_t one_each[] = {1, 1};
     uint32_t unit, members[2], left;
     size_t offsets[2];
-    need(oo_unit_add(m->engine, m->model, tensors, one_each, 2, 0, &unit, members, offsets), "add");
+    unit = add_row(m->engine, m->model, tensors, 2, members, offsets);
     CHECK(tensors[0].coded_bytes && oo_unit_set_trainable(m->engine, unit, 1) == OO_E_ARGUMENT,
           "one member is coded");
     const struct oo_tensor raw = {.host = layer->plain[0], .bytes = layer->tensors[0].bytes};
@@ -688,10 +662,9 @@ CASE(codes_that_left_a_unit_travel_no_more) {
     struct layer *layer = &m->layers[0];
     struct oo_tensor plain = {.host = layer->tensors[1].host, .bytes = layer->tensors[1].bytes};
     const struct oo_tensor tensors[] = {layer->tensors[0], plain, layer->tensors[2]};
-    const uint32_t one_each[] = {1, 1, 1};
     uint32_t unit, members[3], left;
     size_t offsets[3];
-    need(oo_unit_add(m->engine, m->model, tensors, one_each, 3, 0, &unit, members, offsets), "add");
+    unit = add_row(m->engine, m->model, tensors, 3, members, offsets);
     const uint32_t all = m->engine->units[unit].n_parts;
     struct oo_codec_header *header = (struct oo_codec_header *)(uintptr_t)tensors[2].host;
     header->magic ^= 1;
@@ -715,9 +688,7 @@ CASE(a_trainable_unit_takes_no_coded_master) {
     struct world w;
     uint32_t unit;
     size_t offset;
-    world_coded = 1;
-    world_open(&w, 400000, 20);
-    world_coded = 0;
+    world_open_coded(&w, 400000, 20);
     const struct oo_tensor coded = {.host = w.master[1],
                                     .bytes = w.bytes[1],
                                     .coded_bytes = w.coded_bytes[1],
@@ -828,9 +799,7 @@ CASE(noise_is_refused_or_travels) {
         enum { WEIGHTS = 5 * 1024 + 9 };
         const enum oo_codec_kind kind = kinds[turn % N_KINDS];
         if (turn % 100 == 0) {
-            world_coded = 1;
-            world_open(&w, 400000, -1);
-            world_coded = 0;
+            world_open_coded(&w, 400000, -1);
         }
         seed = 900 + turn;
         char *plain = malloc(2 * WEIGHTS), *room = malloc(4 * WEIGHTS);
@@ -853,12 +822,11 @@ CASE(noise_is_refused_or_travels) {
             oo_member_move(w.engine, w.member[1], &tensor, 1, &unit, &offset);
         if (status == OO_OK) {
             struct oo_use held;
-            struct oo_fetched fetched;
             const enum oo_status acquired = acquire_launched(w.engine, w.member[1], w.stream, turn,
                                                              OO_FORWARD, -1, 1e-6, 0, &held);
             CHECK(acquired == OO_OK, "turn %u: %s", turn, oo_error_message());
             if (acquired == OO_OK)
-                need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+                use_end(w.engine, &held, w.stream, "release");
             units++;
         } else {
             CHECK(status == OO_E_ARGUMENT && strstr(oo_error_message(), "coded tensor"),
@@ -907,9 +875,7 @@ CASE(without_room_in_staging_memory_a_unit_does_not_travel) {
 static void copy_behind_a_chunk(int noise) {
     enum { WEIGHTS = 1024 };
     struct model *m = open_model(1, 2048, 4 * MOST_BYTES);
-    struct oo_host *host;
-    need(oo_host_create(OO_CODEC_HEADER + 2 * WEIGHTS, &host), "host");
-    need(oo_engine_lock(m->engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(m->engine, OO_CODEC_HEADER + 2 * WEIGHTS);
     char *master = oo_host_address(host);
     char weights[WEIGHTS] = {0};
     if (noise)
@@ -918,13 +884,11 @@ static void copy_behind_a_chunk(int noise) {
                                    {.host = master + OO_CODEC_HEADER + WEIGHTS, .bytes = WEIGHTS}};
     tensors[0].coded_bytes = encode(OO_CODEC_INT8, weights, WEIGHTS, WEIGHTS, master);
     fill((char *)(uintptr_t)tensors[1].host, WEIGHTS, 7);
-    const uint32_t two = 2;
     uint32_t unit, member;
     size_t offsets[2];
-    need(oo_unit_add(m->engine, m->model, tensors, &two, 1, 0, &unit, &member, offsets), "unit");
+    unit = add_unit(m->engine, m->model, tensors, 2, &member, offsets);
     CHECK(offsets[1] - offsets[0] == WEIGHTS, "they are %zu bytes apart", offsets[1] - offsets[0]);
     struct oo_use use;
-    struct oo_fetched fetched;
     const uint64_t before = stats_of_model(m).h2d_bytes;
     need(acquire_launched(m->engine, member, m->stream, 0, OO_FORWARD, -1, 20e-6, 0, &use), "use");
     CHECK(!memcmp((const void *)(use.address + offsets[0]), weights, WEIGHTS) &&
@@ -933,7 +897,7 @@ static void copy_behind_a_chunk(int noise) {
     CHECK(m->engine->units[unit].n_parts == 2, "one copy");
     CHECK(stats_of_model(m).h2d_bytes - before == (noise ? 2 : 1) * WEIGHTS, "%llu bytes travel",
           (unsigned long long)(stats_of_model(m).h2d_bytes - before));
-    need(oo_engine_release(m->engine, use.ticket, m->stream, 0, &fetched), "release");
+    use_end(m->engine, &use, m->stream, "release");
     need(oo_model_remove(m->engine, m->model), "remove");
     need(oo_host_destroy(host), "destroy");
     need(oo_model_add(m->engine, &m->model), "model"); /* for the end */
@@ -949,26 +913,22 @@ CASE(a_plain_tensor_behind_a_chunk_is_copied_by_itself) {
 CASE(noise_needs_no_room_in_staging_memory) {
     enum { WEIGHTS = 16 * 1024 };
     struct model *m = open_model(1, 2048, 2 * (size_t)WEIGHTS);
-    struct oo_host *host;
     char *weights = malloc(WEIGHTS);
     draw_weights(OO_CODEC_INT8, RANDOM, WEIGHTS, weights);
-    need(oo_host_create(OO_CODEC_HEADER + 2 * WEIGHTS, &host), "host");
-    need(oo_engine_lock(m->engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(m->engine, OO_CODEC_HEADER + 2 * WEIGHTS);
     struct oo_tensor tensor = {
         .host = oo_host_address(host), .bytes = WEIGHTS, .coded_kind = OO_CODEC_INT8};
     tensor.coded_bytes = encode(OO_CODEC_INT8, weights, WEIGHTS, WEIGHTS, oo_host_address(host));
     CHECK(tensor.coded_bytes == OO_CODEC_HEADER + WEIGHTS, "%zu bytes", tensor.coded_bytes);
     CHECK(WEIGHTS > m->engine->decoder.lent->piece_bytes, "a piece would hold it");
-    const uint32_t one = 1;
-    uint32_t unit, member;
+    uint32_t member;
     size_t offset;
-    need(oo_unit_add(m->engine, m->model, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
+    add_unit(m->engine, m->model, &tensor, 1, &member, &offset);
     struct oo_use use;
-    struct oo_fetched fetched;
     need(acquire_launched(m->engine, member, m->stream, 0, OO_FORWARD, -1, 20e-6, 0, &use), "use");
     CHECK(!memcmp((const void *)use.address, weights, WEIGHTS), "other weights");
     CHECK(stats_of_model(m).h2d_bytes >= WEIGHTS, "nothing travels");
-    need(oo_engine_release(m->engine, use.ticket, m->stream, 0, &fetched), "release");
+    use_end(m->engine, &use, m->stream, "release");
     need(oo_model_remove(m->engine, m->model), "remove");
     need(oo_host_destroy(host), "destroy");
     need(oo_model_add(m->engine, &m->model), "model"); /* for the end */
@@ -980,9 +940,7 @@ CASE(masters_become_coded_and_plain_again) {
     struct world w;
     uint32_t unit;
     size_t offset;
-    world_coded = 1;
-    world_open(&w, 60000, -1);
-    world_coded = 0;
+    world_open_coded(&w, 60000, -1);
     for (int round = 0; round < 6; round++) {
         for (unsigned i = 1; i < UNITS; i += 3) {
             const struct oo_tensor coded = {.host = w.master[i],
@@ -1011,10 +969,8 @@ CASE(a_nonblocking_release_leaves_decodes_beside_feeds_for_later) {
         for (int round = 0; round < 2; round++)
             for (unsigned i = 0; i < LAYERS; i++)
                 need(use_layer(m, i, "learn"), "learn");
-        struct oo_use use;
         struct oo_fetched fetched;
-        need(acquire(m->engine, first, m->stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-        need(oo_engine_launch(m->engine, first, m->stream, 1e-6), "launch");
+        const struct oo_use use = use_begin(m->engine, first, m->stream, 1e-6, "acquire");
         need(oo_engine_refresh(m->engine, OO_ALL_MODELS), "refresh"); /* all but it are gone */
         empty_queue(m->engine);
         m->engine->feeder.n_running += fed; /* as if something were fed */
@@ -1032,11 +988,9 @@ CASE(a_nonblocking_release_leaves_decodes_beside_feeds_for_later) {
 
 CASE(a_nonblocking_release_copies_beside_feeds_what_is_not_decoded) {
     struct world w;
-    struct oo_use held;
     struct oo_fetched fetched;
     world_open(&w, 400000, -1);
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-    need(oo_engine_launch(w.engine, w.member[0], w.stream, 1e-6), "launch");
+    const struct oo_use held = use_begin(w.engine, w.member[0], w.stream, 1e-6, "acquire");
     w.engine->feeder.n_running++; /* as if something were fed */
     need(oo_engine_release(w.engine, held.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
     CHECK(fetched.count > 0, "none fetched");
@@ -1112,14 +1066,12 @@ enum { MANY = OO_CODEC_CHUNK, UNITS_TIMED = 8 };
 static double forward_s(int coded, double kernel_s, const char *plain, char *staging) {
     const size_t bytes = 2 * (size_t)MANY, room = bytes + 4096, arena_bytes = 3 * bytes;
     struct oo_engine *engine;
-    struct oo_host *host;
-    uint32_t lease, model, unit, members[UNITS_TIMED];
+    uint32_t lease, model, members[UNITS_TIMED];
     uintptr_t stream;
     double begin_s = 0, end_s = 0;
     char *arena = malloc(arena_bytes + 256);
     need(oo_engine_create(sim.path, 0, &engine), "create");
-    need(oo_host_create(UNITS_TIMED * room, &host), "host");
-    need(oo_engine_lock(engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(engine, UNITS_TIMED * room);
     need(oo_engine_compute_stream(engine, &stream), "stream");
     need(oo_lease_add(engine, &lease), "lease");
     need(oo_segment_add(engine, lease, (uintptr_t)arena, arena_bytes + 256, stream), "segment");
@@ -1128,7 +1080,6 @@ static double forward_s(int coded, double kernel_s, const char *plain, char *sta
     for (int i = 0; i < UNITS_TIMED; i++) {
         char *master = (char *)oo_host_address(host) + (size_t)i * room;
         struct oo_tensor tensor = {.host = master, .bytes = bytes};
-        const uint32_t one = 1;
         size_t offset;
         if (coded) {
             tensor.coded_kind = OO_CODEC_BF16;
@@ -1136,17 +1087,16 @@ static double forward_s(int coded, double kernel_s, const char *plain, char *sta
         } else {
             memcpy(master, plain, bytes);
         }
-        need(oo_unit_add(engine, model, &tensor, &one, 1, 0, &unit, &members[i], &offset), "unit");
+        add_unit(engine, model, &tensor, 1, &members[i], &offset);
     }
     for (int round = 0; round < 3; round++) {
         sim.simFinish(&begin_s);
         for (int i = 0; i < UNITS_TIMED; i++) {
             struct oo_use use;
-            struct oo_fetched fetched;
             need(acquire_launched(engine, members[i], stream, 0, OO_FORWARD, -1, kernel_s, 0, &use),
                  "acquire");
             CHECK(!memcmp((const void *)use.address, plain, bytes), "wrong weights");
-            need(oo_engine_release(engine, use.ticket, stream, 0, &fetched), "release");
+            use_end(engine, &use, stream, "release");
         }
         sim.simFinish(&end_s);
     }

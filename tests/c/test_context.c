@@ -45,29 +45,12 @@ CASE(test_a_context_that_was_asked_for_stays) {
     CHECK(current == w.context, "another context is below");
     sim.cuCtxGetCurrent(&current);
     CHECK(current == NULL, "it was made current twice");
-    sim.simFault("cuCtxPushCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuCtxPushCurrent", 1);
     CHECK(oo_engine_make_current(w.engine) == OO_E_DRIVER, "no error");
     sim.cuCtxGetCurrent(&current);
     CHECK(current == NULL, "current all the same");
     sim.cuDevicePrimaryCtxRelease_v2(1);
     world_close(&w, "asked for");
-    CHECK(sim.simSetDeviceCount(1) == 0, "two devices");
-}
-
-/* A thread that computes on another device: its context comes back after every call. */
-CASE(test_a_context_of_another_device) {
-    struct world w;
-    OOCUcontext other = NULL, current = NULL;
-    CHECK(sim.simSetDeviceCount(2) == 0, "no second device");
-    world_open(&w, 60000, -1);
-    CHECK(sim.cuDevicePrimaryCtxRetain(&other, 1) == 0 && sim.cuCtxPushCurrent_v2(other) == 0,
-          "no second context");
-    need(step(&w), "under another context");
-    sim.cuCtxGetCurrent(&current);
-    CHECK(current == other, "another context is current than before");
-    sim.cuCtxPopCurrent_v2(NULL);
-    sim.cuDevicePrimaryCtxRelease_v2(1);
-    world_close(&w, "other context");
     CHECK(sim.simSetDeviceCount(1) == 0, "two devices");
 }
 
@@ -77,7 +60,6 @@ CASE(test_a_release_without_a_context) {
     struct world w;
     OOCUcontext other = NULL, current = NULL;
     struct oo_use held;
-    struct oo_fetched fetched;
     CHECK(sim.simSetDeviceCount(2) == 0, "no second device");
     world_open(&w, 60000, -1);
     CHECK(sim.cuDevicePrimaryCtxRetain(&other, 1) == 0 && sim.cuCtxPushCurrent_v2(other) == 0,
@@ -85,15 +67,14 @@ CASE(test_a_release_without_a_context) {
     static const char *const calls[] = {"cuCtxPushCurrent", "cuCtxGetCurrent"};
     for (int i = 0; i < 2; i++) {
         need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-        sim.simFault(calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-        need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+        fail_call(calls[i], 1);
+        use_end(w.engine, &held, w.stream, "release");
         sim.cuCtxGetCurrent(&current);
         CHECK(current == other, "%s: the caller's context was popped", calls[i]);
         CHECK(oo_plan_pins(w.engine->plan, w.unit[0]) == 0, "still in use");
     }
     need(world_remove(&w), "remove"); /* waits for the uses that could not be marked */
     CHECK(stats_of(&w).recoveries >= 1, "a lost use was not waited for");
-    need(oo_model_add(w.engine, &w.model), "add");
     sim.cuCtxPopCurrent_v2(NULL);
     sim.cuDevicePrimaryCtxRelease_v2(1);
     world_close(&w, "release without a context");
@@ -106,16 +87,12 @@ CASE(test_a_release_without_a_context_asks_the_driver_for_nothing) {
                                         "cuEventQuery", "cuEventElapsedTime"};
     struct world w;
     struct oo_use use[OO_STREAMS + 1];
-    struct oo_fetched fetched;
     uintptr_t streams[OO_STREAMS + 1];
-    struct oo_trace_row *rows;
-    size_t count;
     world_open(&w, 400000, -1);
     need(oo_trace_start(w.engine), "timeline");
     for (int i = 0; i <= OO_STREAMS; i++) {
         streams[i] = new_stream(&w);
-        need(acquire(w.engine, w.member[3], streams[i], 0, OO_FORWARD, -1, 0, &use[i]), "acquire");
-        need(oo_engine_launch(w.engine, w.member[3], streams[i], 1e-3), "launch");
+        use[i] = use_begin(w.engine, w.member[3], streams[i], 1e-3, "acquire");
     }
     for (int i = 0; i <= OO_STREAMS; i++) {
         uint64_t before[5];
@@ -123,11 +100,11 @@ CASE(test_a_release_without_a_context_asks_the_driver_for_nothing) {
             before[c] = sim.simCallCount(calls[c]);
         struct oo_event *pool = NULL, **end = &w.engine->spans.free_events[OO_ORDERS];
         if (i == 1 || i == OO_STREAMS) {
-            sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+            fail_call("cuCtxGetCurrent", 1);
             pool = *end; /* with none in reserve, an event would have to be created */
             *end = NULL;
         }
-        need(oo_engine_release(w.engine, use[i].ticket, streams[i], 0, &fetched), "release");
+        use_end(w.engine, &use[i], streams[i], "release");
         while (*end)
             end = &(*end)->next;
         *end = pool;
@@ -137,19 +114,18 @@ CASE(test_a_release_without_a_context_asks_the_driver_for_nothing) {
     need(acquire(w.engine, w.member[3], streams[2], 0, OO_FORWARD, -1, 0, &use[0]),
          "on a stream that has its mark");
     const uint64_t records = sim.simCallCount("cuEventRecord");
-    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-    need(oo_engine_release(w.engine, use[0].ticket, streams[2], 0, &fetched), "release");
+    fail_call("cuCtxGetCurrent", 1);
+    use_end(w.engine, &use[0], streams[2], "release");
     CHECK(sim.simCallCount("cuEventRecord") == records, "a mark was tried");
     for (int i = 0; i < 2; i++)
         need(step(&w), "what comes next is known");
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     need(acquire(w.engine, w.member[0], streams[2], 0, OO_FORWARD, -1, 0, &use[0]),
          "with much to fetch ahead");
-    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-    need(oo_engine_release(w.engine, use[0].ticket, streams[2], 0, &fetched), "release");
+    fail_call("cuCtxGetCurrent", 1);
+    const struct oo_fetched fetched = use_end(w.engine, &use[0], streams[2], "release");
     CHECK(fetched.count == 0 && stats_of(&w).prefetch_failures == 0, "a copy was tried");
-    need(oo_trace_stop(w.engine, &rows, &count), "rows");
-    oo_trace_free(rows);
+    end_timeline(w.engine);
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     need(step(&w), "over all of their kernels");
     for (int i = 0; i <= OO_STREAMS; i++)
@@ -194,7 +170,7 @@ CASE(test_each_call_needs_the_context) {
     char memory[512];
 #define FAILS(call)                                                                                \
     do {                                                                                           \
-        sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);                 \
+        fail_call("cuCtxGetCurrent", 1);                                                           \
         const enum oo_status status = call;                                                        \
         CHECK(status == OO_E_DRIVER && strstr(oo_error_message(), "cuCtxGetCurrent"), "%s: %s",    \
               #call, oo_status_name(status));                                                      \
@@ -245,12 +221,10 @@ CASE(test_each_call_needs_the_context) {
 CASE(test_a_capturing_stream_is_refused) {
     struct world w;
     struct oo_use use;
-    void *graph = NULL;
     world_open(&w, 60000, -1);
     need(step(&w), "step");
     const uintptr_t stream = new_stream(&w);
-    sim.cuCtxPushCurrent_v2(w.context);
-    CHECK(sim.cuStreamBeginCapture_v2((OOCUstream)stream, 0) == 0, "no capture");
+    begin_capture(&w, stream);
     const struct oo_stats before = stats_of(&w);
     CHECK(acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_CAPTURE &&
               strstr(oo_error_message(), "CUDA graph"),
@@ -265,9 +239,7 @@ CASE(test_a_capturing_stream_is_refused) {
     CHECK(oo_segment_add(w.engine, w.lease, (uintptr_t)lent, 8, stream) == OO_E_ARGUMENT,
           "too small, whatever the stream does");
     CHECK(stats_of(&w).arena_bytes == before.arena_bytes, "lent all the same");
-    CHECK(sim.cuStreamEndCapture((OOCUstream)stream, &graph) == 0, "the capture was broken");
-    sim.cuGraphDestroy(graph);
-    sim.cuCtxPopCurrent_v2(NULL);
+    end_capture(stream);
     need(use_on(&w, 0, OO_FORWARD, -1, 0, stream), "after the capture");
     need(oo_segment_add(w.engine, w.lease, (uintptr_t)lent, 4096, w.stream), "lend after it");
     end_stream(&w, stream);

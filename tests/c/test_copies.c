@@ -84,12 +84,9 @@ CASE(copies_of_frozen_weights_are_not_waited_for) {
 /* The gradient came after some copies, and not after one that no stream has waited for. */
 CASE(a_copy_ahead_is_waited_for) {
     struct world w;
-    struct oo_use held;
-    struct oo_fetched fetched;
     world_open(&w, 400000, 0);
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-    need(oo_engine_launch(w.engine, w.member[0], w.stream, 1e-6), "launch");
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    const struct oo_use held = use_begin(w.engine, w.member[0], w.stream, 1e-6, "acquire");
+    const struct oo_fetched fetched = use_end(w.engine, &held, w.stream, "release");
     CHECK(fetched.count > 0, "nothing is copied ahead");
     gradient_from(&w, w.stream);
     CHECK(hold_and_write(&w, 0) == 1, "not waited for");
@@ -137,13 +134,10 @@ CASE(copy_threads_are_waited_for) {
     need(oo_member_move(w.engine, w.member[4], &tensor, 1, &unit, &offset), "move");
     for (int round = 0; round < 3; round++) /* learned */
         for (unsigned i = 3; i < 6; i++) {
-            struct oo_use held;
-            struct oo_fetched fetched;
-            need(acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-            need(oo_engine_launch(w.engine, w.member[i], w.stream, 1e-6), "launch");
+            const struct oo_use held = use_begin(w.engine, w.member[i], w.stream, 1e-6, "acquire");
             if (round == 2 && i == 3)
                 need(oo_engine_refresh(w.engine, w.model), "refresh");
-            need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+            use_end(w.engine, &held, w.stream, "release");
             if (round < 2 || i > 3)
                 continue;
             CHECK(oo_plan_resident(w.engine->plan, unit) != NULL, "not copied ahead");
@@ -151,8 +145,7 @@ CASE(copy_threads_are_waited_for) {
             CHECK(!oo__feeds_run(w.engine), "a copy thread reads masters");
         }
     need(oo_member_remove(w.engine, w.member[4]), "remove");
-    need(oo_engine_unlock(w.engine, host), "unlock");
-    need(oo_host_destroy(host), "destroy");
+    end_memory(w.engine, host);
     world_close(&w, "copy threads");
 }
 
@@ -229,11 +222,10 @@ CASE(what_is_known_is_never_less) {
 CASE(a_copy_of_what_is_in_use_is_waited_for) {
     struct world w;
     struct oo_use held;
-    struct oo_fetched fetched;
     open_one_by_one(&w);
     need(acquire(w.engine, w.member[3], w.stream, 0, OO_BACKWARD, 1, 0, &held), "acquire");
     CHECK(hold_and_write(&w, 0) == 1, "not waited for");
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &held, w.stream, "release");
     world_close(&w, "in use");
 }
 
@@ -241,7 +233,7 @@ CASE(a_wait_that_fails_is_made_again) {
     struct world w;
     open_one_by_one(&w);
     touch(&w, 3, OO_FORWARD, w.stream);
-    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuStreamSynchronize", 1);
     CHECK(oo_engine_hold(w.engine) == OO_E_DRIVER, "no error");
     CHECK(hold_and_write(&w, 0) == 1, "not waited for");
     world_close(&w, "fault");
@@ -251,7 +243,7 @@ CASE(a_wait_that_was_not_queued_tells_nothing) {
     struct world w;
     struct oo_use use;
     open_one_by_one(&w);
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuStreamWaitEvent", 1);
     CHECK(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_DRIVER,
           "no error");
     gradient_from(&w, w.stream);
@@ -265,8 +257,8 @@ CASE(a_gradient_that_has_not_arrived_tells_nothing) {
         struct world w;
         open_one_by_one(&w);
         touch(&w, 3, OO_FORWARD, w.stream);
-        sim.simFault("cuEventSynchronize", nth, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-        sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call("cuEventSynchronize", nth);
+        fail_call("cuStreamSynchronize", 1);
         CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient,
                                  w.stream) == OO_E_DRIVER,
               "%u: no error", nth);
@@ -280,22 +272,19 @@ CASE(a_trip_that_has_not_arrived_tells_nothing) {
     static char bytes[512];
     for (unsigned failed = 0; failed < 2; failed++) {
         struct world w;
-        struct oo_host *host;
         uint64_t out = 0;
         open_one_by_one(&w);
-        need(oo_host_create(sizeof bytes, &host), "host");
-        need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+        struct oo_host *host = locked_memory(w.engine, sizeof bytes);
         touch(&w, 3, OO_FORWARD, w.stream);
         need(oo_trip_out(w.engine, oo_host_address(host), (uintptr_t)bytes, sizeof bytes, w.stream,
                          &out),
              "out");
         if (failed)
-            sim.simFault("cuEventQuery", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+            fail_call("cuEventQuery", 1);
         CHECK(oo_trip_await(w.engine, out) == (failed ? OO_E_DRIVER : OO_OK), "%u: await", failed);
         CHECK(hold_and_write(&w, 0) == failed, "%u: waited, or not", failed);
         need(oo_trip_end(w.engine, out), "end");
-        need(oo_engine_unlock(w.engine, host), "unlock");
-        need(oo_host_destroy(host), "destroy");
+        end_memory(w.engine, host);
         world_close(&w, "trip");
     }
 }
@@ -305,8 +294,7 @@ CASE(a_copy_that_failed_half_way_is_waited_for) {
     struct world w;
     struct oo_use use;
     open_one_by_one(&w);
-    sim.simFault("cuEventRecord", 2, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES,
-                 0); /* the first begins a measurement */
+    fail_call("cuEventRecord", 2); /* the first begins a measurement */
     CHECK(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_DRIVER,
           "no error");
     CHECK(hold_and_write(&w, 0) == 1, "not waited for");
@@ -334,25 +322,14 @@ static struct oo_host *move_half(struct world *w, int both) {
 }
 
 static void use_moved(struct world *w) {
-    struct oo_use use;
-    struct oo_fetched fetched;
-    need(acquire(w->engine, w->member[4], w->stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-    need(oo_engine_launch(w->engine, w->member[4], w->stream, 1e-6), "launch");
-    need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
+    const struct oo_use use = use_begin(w->engine, w->member[4], w->stream, 1e-6, "acquire");
+    use_end(w->engine, &use, w->stream, "release");
 }
 
 static void end_moved(struct world *w, struct oo_host *host, const char *where) {
     need(world_remove(w), "remove");
-    need(oo_engine_unlock(w->engine, host), "forget");
-    oo_host_destroy(host);
-    need(oo_engine_unlock(w->engine, w->host), "unlock");
-    oo_host_destroy(w->host);
-    free(w->arena);
-    need(oo_engine_destroy(w->engine), "destroy");
-    check_no_reports(where);
-    check_nothing_alive(where);
-    release_context(where);
-    CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
+    end_memory(w->engine, host);
+    world_close(w, where);
 }
 
 CASE(only_what_the_device_reads_in_place_counts) {
@@ -373,8 +350,6 @@ CASE(only_what_the_device_reads_in_place_counts) {
  * may be above that of a copy that was queued behind it. */
 CASE(the_copy_threads_copies_do_not_tell_of_others) {
     struct world w;
-    struct oo_use held;
-    struct oo_fetched fetched;
     world_open(&w, 400000, 0);
     struct oo_host *host = move_half(&w, 0);
     for (int round = 0; round < 3; round++) { /* learned */
@@ -386,9 +361,8 @@ CASE(the_copy_threads_copies_do_not_tell_of_others) {
     need(oo_engine_resume(w.engine), "resume");
     for (unsigned i = 0; i < UNITS; i++)
         oo_plan_allow(w.engine->plan, w.unit[i], i == 4 || i == 5);
-    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-    need(oo_engine_launch(w.engine, w.member[3], w.stream, 1e-6), "launch");
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    const struct oo_use held = use_begin(w.engine, w.member[3], w.stream, 1e-6, "acquire");
+    const struct oo_fetched fetched = use_end(w.engine, &held, w.stream, "release");
     CHECK(fetched.count == 2 && fetched.units[0] == w.unit[4] && fetched.units[1] == w.unit[5],
           "%u copied ahead", fetched.count);
     use_moved(&w);

@@ -123,7 +123,7 @@ CASE(test_a_creation_that_fails_leaves_nothing) {
             OOCUcontext context;
             CHECK(sim.cuDevicePrimaryCtxRetain(&context, 0) == 0, "context");
             const uint64_t before = sim.simCallCount(calls[i]);
-            sim.simFault(calls[i], nth, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+            fail_call(calls[i], nth);
             const enum oo_status status = oo_engine_create(sim.path, 0, &engine);
             CHECK(sim.simCallCount(calls[i]) > before, "%s is not called", calls[i]);
             const int struck = sim.simCallCount(calls[i]) - before >= nth;

@@ -102,6 +102,7 @@ static void begin_model(struct world *w, size_t arena_bytes) {
     need(oo_lease_add(w->engine, &w->lease), "lease");
     w->leased = 1;
     need(oo_model_add(w->engine, &w->model), "model");
+    w->attached = 1;
     need(oo_engine_compute_stream(w->engine, &w->stream), "stream");
     w->arena = malloc(arena_bytes);
     need(oo_segment_add(w->engine, w->lease, (uintptr_t)w->arena, arena_bytes, w->stream),
@@ -113,12 +114,9 @@ static void add_units(struct world *w, unsigned count) {
     char *master = (char *)oo_host_address(w->host) + BEFORE;
     for (unsigned i = 0; i < count; master += w->bytes[i++]) {
         const struct oo_tensor tensor = {.host = master, .bytes = w->bytes[i]};
-        const uint32_t one = 1;
         size_t offset;
         w->master[i] = master;
-        need(oo_unit_add(w->engine, w->model, &tensor, &one, 1, 0, &w->unit[i], &w->member[i],
-                         &offset),
-             "unit");
+        w->unit[i] = add_unit(w->engine, w->model, &tensor, 1, &w->member[i], &offset);
     }
 }
 
@@ -145,7 +143,6 @@ static void end(struct world *w, const char *where) {
     if (of_model) { /* its memory may go before or after the file's, when no unit is left */
         need(world_remove(w), "remove");
         need(oo_host_destroy(of_model), "the room");
-        need(oo_model_add(w->engine, &w->model), "a model");
     }
     world_close(w, where);
     file_delete(path);
@@ -221,11 +218,8 @@ CASE(two_models_share_the_time_of_the_disk) {
     need(oo_model_add(w.engine, &other.model), "another model");
     for (unsigned i = 0; i < UNITS; i++) {
         const struct oo_tensor tensor = {.host = w.master[i], .bytes = w.bytes[i]};
-        const uint32_t one = 1;
         size_t offset;
-        need(oo_unit_add(w.engine, other.model, &tensor, &one, 1, 0, &other.unit[i],
-                         &other.member[i], &offset),
-             "unit");
+        other.unit[i] = add_unit(w.engine, other.model, &tensor, 1, &other.member[i], &offset);
     }
     CHECK(sim.simSwitch(SIM_TRACE_ON, 1) == 0 && sim.simTraceClear() == 0, "no trace");
     for (int i = 0; i < 3; i++) {
@@ -457,16 +451,14 @@ CASE(what_is_kept_of_a_unit_travels_apart) {
         const size_t at = (size_t)(master - (char *)oo_host_address(w.host));
         const struct oo_tensor both[] = {{.host = master, .bytes = HALF},
                                          {.host = master + HALF, .bytes = HALF}};
-        const uint32_t two = 2;
         struct oo_host *room;
         struct oo_use use;
-        struct oo_fetched fetched;
         uint32_t unit, member;
         size_t offsets[2];
         need(oo_host_create(HALF, &room), "a room");
         need(keep(&w, w.host, at + (size_t)nth * HALF, HALF, room, 0), "keep");
         need(oo_engine_lock(w.engine, room, 0), "know the room");
-        need(oo_unit_add(w.engine, w.model, both, &two, 1, 0, &unit, &member, offsets), "unit");
+        unit = add_unit(w.engine, w.model, both, 2, &member, offsets);
         CHECK(w.bytes[UNIT] > 2 * HALF && w.engine->units[unit].n_parts == 2, "one part");
         for (int again = 0; again < 2; again++) {
             need(acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
@@ -476,13 +468,12 @@ CASE(what_is_kept_of_a_unit_travels_apart) {
             for (int i = 0; i < 2; i++)
                 CHECK(memcmp((char *)use.address + offsets[i], both[i].host, HALF) == 0,
                       "other bytes of tensor %d", i);
-            need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+            use_end(w.engine, &use, w.stream, "release");
             CHECK(oo_host_arrived(room) == HALF, "%zu bytes", oo_host_arrived(room));
             need(oo_engine_refresh(w.engine, OO_ALL_MODELS), "refresh");
         }
         need(world_remove(&w), "remove");
         need(oo_host_destroy(room), "the room");
-        need(oo_model_add(w.engine, &w.model), "a model");
         end(&w, "apart");
     }
 }
@@ -540,11 +531,9 @@ CASE(a_room_goes_before_its_file_or_after_it) {
         need(oo_host_destroy(first), "the one");
         need(oo_host_destroy(then), "the other");
         world_free(&w);
-        need(oo_engine_destroy(w.engine), "destroy");
-        release_context("a room");
+        world_end(&w, "a room");
         file_delete(path);
         keeps = 0;
-        CHECK(sim_reset(&sim) == 0, "no reset");
     }
 }
 
@@ -639,7 +628,6 @@ CASE(what_is_kept_may_change_in_the_middle) {
     }
     need(world_remove(&w), "remove");
     need(oo_host_destroy(left), "the other room");
-    need(oo_model_add(w.engine, &w.model), "a model");
     end_keeping(&w, "in the middle");
 }
 
@@ -758,7 +746,6 @@ CASE(what_cannot_be_kept) {
     need(oo_host_destroy(other), "destroy");
     need(oo_engine_lock(w.engine, w.host, 0), "lock");
     need(keep(&w, w.host, 0, BEFORE - 1, kept_in, 0), "what was kept in the other");
-    need(oo_model_add(w.engine, &w.model), "a model");
     need(oo_host_destroy(kept_in), "the room");
     keeps = 0;
     end(&w, "kept again");
@@ -796,7 +783,6 @@ CASE(threads_that_read_end_with_the_files) {
     need(oo_engine_lock(w.engine, w.host, 0), "know");
     CHECK(w.engine->feeder.n_threads == OO_READ_THREADS, "%u threads", w.engine->feeder.n_threads);
     need(oo_host_destroy(pageable), "destroy");
-    need(oo_model_add(w.engine, &w.model), "a model");
     end(&w, "threads");
 }
 
@@ -950,9 +936,7 @@ CASE(another_file_than_the_callers_is_not_opened) {
     file_delete(path);
     CHECK(open_file(&host) == OO_E_FILE && !host && strstr(oo_error_message(), "No such file"),
           "a file that is gone was opened: %s", oo_error_message());
-    need(oo_engine_destroy(w.engine), "destroy");
-    release_context("opened");
-    CHECK(sim_reset(&sim) == 0, "no reset");
+    world_end(&w, "opened");
 }
 
 CASE(a_file_is_not_locked) {
@@ -1085,10 +1069,8 @@ CASE(pieces_of_both_kinds_take_turns_on_the_link) {
             {.host = (char *)oo_host_address(kept_in) + bytes, .bytes = SMALL}, /* as a bias is */
             {.host = (char *)oo_host_address(w.host) + BEFORE + i * bytes, .bytes = bytes - SMALL},
         };
-        const uint32_t two = 2;
         size_t offsets[2];
-        need(oo_unit_add(w.engine, w.model, tensors, &two, 1, 0, &w.unit[i], &w.member[i], offsets),
-             "unit");
+        w.unit[i] = add_unit(w.engine, w.model, tensors, 2, &w.member[i], offsets);
     }
     w.engine->spans.seen[OO_TRACE_H2D] = 1; /* the first is measured, and so runs alone */
     const unsigned kept = 1, both[] = {1, 0};
@@ -1168,7 +1150,6 @@ static ptrdiff_t read_in_turn(int file, void *target, size_t bytes, uint64_t beg
 static void use_alone(struct world *w, unsigned i,
                       ptrdiff_t (*read)(int, void *, size_t, uint64_t)) {
     struct oo_use use;
-    struct oo_fetched fetched;
     double now_s;
     feeds_end(w);
     need(acquire(w->engine, w->member[i], w->stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
@@ -1176,7 +1157,7 @@ static void use_alone(struct world *w, unsigned i,
     feeds_end(w);
     CHECK(sim.simFinish(&now_s) == 0, "not finished");
     w->host->disk->read = read;
-    need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
+    use_end(w->engine, &use, w->stream, "release");
 }
 
 static void begin_in_turn(struct world *w) {
@@ -1200,14 +1181,13 @@ static void begin_in_turn(struct world *w) {
  * Returns how many copies begin then. */
 static unsigned release_held(struct world *w, int is_lost) {
     struct oo_use first;
-    struct oo_fetched fetched;
     double now_s;
     need(acquire(w->engine, w->member[FIRST], w->stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
     CHECK(sim.simFinish(&now_s) == 0 && sim.simHold((OOCUstream)w->stream, 1) == 0, "not held");
     kernel(w->stream, (const void *)first.address, w->bytes[FIRST], 0, 20e-6);
     if (is_lost)
         CHECK(sim.simFault("cuEventRecord", 1, OOCU_ERROR_NOT_SUPPORTED, 0) == 0, "no fault");
-    need(oo_engine_release(w->engine, first.ticket, w->stream, 0, &fetched), "release");
+    const struct oo_fetched fetched = use_end(w->engine, &first, w->stream, "release");
     return fetched.count;
 }
 
@@ -1224,7 +1204,6 @@ static void end_in_turn(struct world *w) {
 CASE(a_place_that_is_left_while_a_read_is_awaited_is_used) {
     struct world w;
     struct oo_use large;
-    struct oo_fetched fetched;
     begin_in_turn(&w);
     use_alone(&w, OTHER, read_in_turn);
     CHECK(oo__feeds_run(w.engine), "the large one is not read ahead");
@@ -1235,7 +1214,7 @@ CASE(a_place_that_is_left_while_a_read_is_awaited_is_used) {
     CHECK(large.fetched.count == 1 && large.fetched.units[0] == w.unit[LAST] && !large.fetched.more,
           "%u begin", large.fetched.count);
     CHECK(sim.simHold((OOCUstream)w.stream, 0) == 0, "still held");
-    need(oo_engine_release(w.engine, large.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &large, w.stream, "release");
     end_in_turn(&w);
 }
 
@@ -1282,8 +1261,7 @@ static void begin_reading_apart(struct world *w, const unsigned *turn, unsigned 
     begin_in_turn(w);
     const uintptr_t end_of_arena =
         (uintptr_t)w->arena + w->bytes[FIRST] + w->bytes[LARGE] + 4 * OO_ALIGNMENT - 1;
-    need(oo_host_create(1, &kept_in), "memory");
-    need(oo_engine_lock(w->engine, kept_in, OO_ALL_BYTES), "lock");
+    kept_in = locked_memory(w->engine, 1);
     const struct oo_tensor tensors[] = {
         {.host = (char *)oo_host_address(w->host) + BEFORE, .bytes = 1},
         {.host = oo_host_address(kept_in), .bytes = 1}};
@@ -1329,13 +1307,12 @@ static void end_reading_apart(struct world *w) {
 static unsigned use_for(struct world *w, unsigned i, double seconds, int flags, int is_lost,
                         unsigned *begun) {
     struct oo_use use;
-    struct oo_fetched fetched;
     need(acquire(w->engine, w->member[i], w->stream, 0, OO_FORWARD, -1, flags, &use), "acquire");
     *begun = use.fetched.count;
     kernel(w->stream, (const void *)use.address, w->bytes[i], 0, seconds);
     if (is_lost)
         CHECK(sim.simFault("cuEventRecord", 1, OOCU_ERROR_NOT_SUPPORTED, 0) == 0, "no fault");
-    need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
+    const struct oo_fetched fetched = use_end(w->engine, &use, w->stream, "release");
     return *begun + fetched.count;
 }
 

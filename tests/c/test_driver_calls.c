@@ -28,11 +28,10 @@ static void close_with_context(struct world *w, const char *where) {
 static void use_in_turn(struct world *w, unsigned uses, double seconds) {
     for (unsigned i = 0; i < uses; i++) {
         struct oo_use use;
-        struct oo_fetched fetched;
         need(acquire_launched(w->engine, w->member[i % UNITS], w->stream, 0, OO_FORWARD, -1,
                               seconds, 0, &use),
              "acquire");
-        need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
+        use_end(w->engine, &use, w->stream, "release");
     }
 }
 
@@ -96,8 +95,6 @@ static OOCUresult OOCUDAAPI wait_event(OOCUstream stream, OOCUevent event, unsig
 /* What orders carries no time: with the engine's reserves gone, each event is created before us. */
 CASE(test_only_measurements_have_timed_events) {
     struct world w;
-    struct oo_trace_row *rows;
-    size_t count;
     char gradient[600], target[600];
     world_begin(&w);
     real = w.engine->driver;
@@ -118,8 +115,7 @@ CASE(test_only_measurements_have_timed_events) {
         if (i == 0)
             need(oo_trace_start(w.engine), "trace");
     }
-    need(oo_trace_stop(w.engine, &rows, &count), "trace");
-    oo_trace_free(rows);
+    end_timeline(w.engine);
     CHECK(n_untimed > 0 && n_timed > 0 && waits_for_timed == 0, "%u waits for events with timing",
           waits_for_timed);
     for (int kind = 0; kind < 2; kind++) {
@@ -162,9 +158,6 @@ CASE(test_samples_are_spread_evenly) {
 /* Uses whose copies take much longer than they: what the sample tells is what all of them tell. */
 CASE(test_stalls_of_a_sample_are_those_of_all) {
     struct world w;
-    struct oo_trace_row *rows;
-    size_t count;
-    double end_s;
     struct sim_device device;
     sim.simGetDevice(0, &device);
     const double link_gbps = device.link_gbps;
@@ -174,13 +167,12 @@ CASE(test_stalls_of_a_sample_are_those_of_all) {
     struct oo_stats at[3];
     for (int i = 0; i < 3; i++) {
         use_in_turn(&w, 128 * UNITS, 30e-6);
-        sim.simFinish(&end_s);
+        finish();
         at[i] = stats_of(&w);
         if (i == 1)
             need(oo_trace_start(w.engine), "trace");
     }
-    need(oo_trace_stop(w.engine, &rows, &count), "trace");
-    oo_trace_free(rows);
+    end_timeline(w.engine);
     const uint64_t waits = at[1].waits - at[0].waits, timed = at[1].timed_waits - at[0].timed_waits;
     CHECK(at[2].timed_waits - at[1].timed_waits == at[2].waits - at[1].waits,
           "not all are measured under a timeline");

@@ -54,15 +54,14 @@ CASE(test_counters_agree_with_the_driver) {
 CASE(test_the_steady_state_allocates_nothing_and_never_waits) {
     struct world w;
     world_open(&w, 60000, -1);
-    double end_s;
     for (int i = 0; i < 4; i++) {
         need(step(&w), "warm-up");
-        sim.simFinish(&end_s); /* as a trainer that reads its loss waits for the device */
+        finish(); /* as a trainer that reads its loss waits for the device */
     }
     const struct oo_stats before = stats_of(&w);
     for (int i = 0; i < 5; i++) {
         need(step(&w), "step");
-        sim.simFinish(&end_s);
+        finish();
     }
     const struct oo_stats after = stats_of(&w);
     CHECK(after.allocations == before.allocations, "%llu allocations in 5 steps",
@@ -84,22 +83,6 @@ CASE(test_a_model_that_fits_moves_no_byte_after_the_first_step) {
     need(step(&w), "step");
     CHECK(stats_of(&w).h2d_bytes == before.h2d_bytes, "the second step moves bytes");
     world_close(&w, "fits");
-}
-
-CASE(test_two_compute_streams_share_units) {
-    struct world w, other;
-    world_open(&w, 60000, -1);
-    memset(&other, 0, sizeof other);
-    need(oo_engine_create(sim.path, 0, &other.engine), "create"); /* only to have a second stream */
-    need(oo_engine_compute_stream(other.engine, &other.stream), "stream");
-    for (int sweep = 0; sweep < 4; sweep++)
-        for (unsigned i = 0; i < UNITS; i++) {
-            need(use_on(&w, i, OO_FORWARD, -1, 0, w.stream), "first stream");
-            need(use_on(&w, i, OO_FORWARD, -1, 0, other.stream), "second stream");
-        }
-    CHECK(stats_of(&w).host_waits == 0, "streams are ordered by waiting on the host");
-    need(oo_engine_destroy(other.engine), "destroy");
-    world_close(&w, "two streams");
 }
 
 /* ---- masters that change ---- */
@@ -167,7 +150,6 @@ CASE(test_held_trainable_units_are_dropped_and_not_fetched) {
 CASE(test_hold_on_a_unit_in_use_drops_it_at_the_last_release) {
     struct world w;
     struct oo_use mine, theirs;
-    struct oo_fetched fetched;
     world_open(&w, 400000, 20);
     need(step(&w), "step");
     need(acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &theirs), "their use");
@@ -175,10 +157,10 @@ CASE(test_hold_on_a_unit_in_use_drops_it_at_the_last_release) {
     need(acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &mine), "their next use");
     CHECK(mine.address == theirs.address,
           "the weights moved under a thread that computes with them");
-    need(oo_engine_release(w.engine, mine.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &mine, w.stream, "release");
     CHECK(stats_of(&w).resident_units == 21, "%llu resident",
           (unsigned long long)stats_of(&w).resident_units);
-    need(oo_engine_release(w.engine, theirs.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &theirs, w.stream, "release");
     CHECK(stats_of(&w).resident_units == 20, "%llu resident",
           (unsigned long long)stats_of(&w).resident_units);
     need(step(&w), "next step");
@@ -189,14 +171,13 @@ CASE(test_hold_on_a_unit_in_use_drops_it_at_the_last_release) {
 CASE(test_a_unit_that_leaves_without_a_context_keeps_its_bytes) {
     struct world w;
     struct oo_use held;
-    struct oo_fetched fetched;
     world_open(&w, 60000, 20);
     need(step(&w), "step");
     need(acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &held), "acquire");
     need(oo_engine_launch(w.engine, w.member[22], w.stream, 5e-3), "a long kernel");
     need(oo_engine_hold(w.engine), "hold");
     sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 1);
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &held, w.stream, "release");
     sim.simFaultClear();
     const uint64_t recoveries = stats_of(&w).recoveries;
     need(step(&w), "a step that needs the bytes");
@@ -231,26 +212,22 @@ CASE(test_a_member_moves_out_and_back) {
 
 CASE(test_a_removed_member_takes_its_unit_and_its_memory_with_it) {
     struct world w;
-    struct oo_host *host;
     struct oo_tensor tensors[2];
-    uint32_t model, unit, members[2];
+    uint32_t model, members[2];
     size_t offsets[2];
     struct oo_use use;
-    struct oo_fetched fetched;
-    const uint32_t one_each[2] = {1, 1};
     world_open(&w, 60000, -1);
-    need(oo_host_create(4096, &host), "host memory");
-    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(w.engine, 4096);
     for (size_t i = 0; i < 2; i++)
         tensors[i] =
             (struct oo_tensor){.host = (char *)oo_host_address(host) + i * 1024, .bytes = 1024};
     need(oo_model_add(w.engine, &model), "model");
     const uint64_t units = stats_of(&w).units;
-    need(oo_unit_add(w.engine, model, tensors, one_each, 2, 0, &unit, members, offsets), "unit");
+    add_row(w.engine, model, tensors, 2, members, offsets);
     need(acquire(w.engine, members[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     CHECK(oo_member_remove(w.engine, members[0]) == OO_E_STATE, "removed while in use");
     CHECK(oo_member_remove(w.engine, members[1]) == OO_E_STATE, "removed with its unit in use");
-    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &use, w.stream, "release");
     need(oo_member_remove(w.engine, members[0]), "remove");
     CHECK(oo_member_remove(w.engine, members[0]) == OO_E_ARGUMENT, "removed twice");
     CHECK(oo_member_remove(w.engine, 1000) == OO_E_ARGUMENT, "no such member");
@@ -259,7 +236,7 @@ CASE(test_a_removed_member_takes_its_unit_and_its_memory_with_it) {
     CHECK(stats_of(&w).units == units + 1 && oo_engine_unlock(w.engine, host) == OO_E_STATE,
           "the other member is still there");
     need(acquire(w.engine, members[1], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &use, w.stream, "release");
     need(oo_member_remove(w.engine, members[1]), "remove the last");
     CHECK(stats_of(&w).units == units, "the unit outlives its members");
     need(oo_engine_unlock(w.engine, host), "unlock what is not in use");
@@ -270,18 +247,6 @@ CASE(test_a_removed_member_takes_its_unit_and_its_memory_with_it) {
 }
 
 /* ---- what the system refuses ---- */
-
-CASE(test_refused_registration_goes_through_the_ring) {
-    struct world w;
-    sim.simRefuseRegistration(1);
-    world_open(&w, 60000, -1);
-    CHECK(!oo_host_locked(w.host) && stats_of(&w).pageable_bytes == w.total, "%llu pageable bytes",
-          (unsigned long long)stats_of(&w).pageable_bytes);
-    for (int i = 0; i < 3; i++)
-        need(step(&w), "through the ring");
-    sim.simRefuseRegistration(0);
-    world_close(&w, "ring");
-}
 
 CASE(test_wrong_calls_are_refused_clearly) {
     struct world w;
@@ -298,7 +263,7 @@ CASE(test_wrong_calls_are_refused_clearly) {
     const struct oo_tensor moved = {.host = w.master[1], .bytes = w.bytes[0]};
     CHECK(oo_member_move(w.engine, w.member[0], &moved, 1, &unit, &offset) == OO_E_STATE,
           "moved while in use");
-    need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &first, w.stream, "release");
     CHECK(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched) == OO_E_TICKET,
           "released twice");
     CHECK(oo_engine_launch(w.engine, w.member[0], w.stream, 1e-6) == OO_E_STATE,
@@ -371,25 +336,6 @@ CASE(test_a_unit_larger_than_the_arena_is_an_error_that_names_the_sizes) {
     CHECK(status == OO_E_NO_ROOM && strstr(oo_error_message(), "12"), "%s: %s",
           oo_status_name(status), oo_error_message());
     world_close(&w, "no room");
-}
-
-CASE(test_removing_one_model_leaves_the_other) {
-    struct world w, b;
-    world_open(&w, 60000, -1);
-    memset(&b, 0, sizeof b);
-    world_sizes(&b);
-    b.engine = w.engine;
-    CHECK(world_attach(&b, 60000, -1), "second model: %s", oo_error_message());
-    for (int i = 0; i < 2; i++) {
-        need(step(&w), "first");
-        need(step(&b), "second");
-    }
-    need(world_remove(&b), "remove the second");
-    oo_host_destroy(b.host);
-    memset(b.arena, 0x55, 60000); /* its segment is ordinary memory again */
-    free(b.arena);
-    need(step(&w), "the first goes on");
-    world_close(&w, "two models");
 }
 
 /* ---- gradients ---- */
@@ -466,6 +412,16 @@ static void end_lost_context(const char *where) {
     CHECK(sim_reset(&sim) == 0, "%s: the simulator could not be reset", where);
 }
 
+/* Detach of a dead engine, and its end, whose answer is returned. */
+static enum oo_status end_dead(struct world *w, const char *where) {
+    need(world_remove(w), where);
+    end_memory(w->engine, w->host);
+    const enum oo_status status = oo_engine_destroy(w->engine);
+    free(w->arena);
+    end_lost_context(where);
+    return status;
+}
+
 static void a_sticky_error(OOCUresult result, const char *named, int through_the_ring) {
     struct world w;
     char gradient[100] = {1}, target[100];
@@ -525,12 +481,7 @@ CASE(test_a_context_lost_on_the_way_in) {
         else
             need(oo_engine_stats(w.engine, OO_ALL_MODELS, &stats), "stats");
         CHECK(oo_engine_resume(w.engine) == OO_E_DEAD, "not dead");
-        need(world_remove(&w), "detach");
-        need(oo_engine_unlock(w.engine, w.host), "unlock");
-        oo_host_destroy(w.host);
-        need(oo_engine_destroy(w.engine), "destroy");
-        free(w.arena);
-        end_lost_context("lost on the way in");
+        CHECK(end_dead(&w, "lost on the way in") == OO_OK, "destroy: %s", oo_error_message());
     }
 }
 
@@ -541,21 +492,17 @@ CASE(test_a_use_on_a_stream_of_the_callers_ends_on_a_dead_engine_without_a_call)
     world_open(&w, 60000, -1);
     const uintptr_t stream = new_stream(&w);
     need(acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
-    need(oo_engine_release(w.engine, first.ticket, stream, 0, &fetched), "release");
+    use_end(w.engine, &first, stream, "release");
     need(acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &again), "acquire again");
     sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
     CHECK(oo_engine_resume(w.engine) == OO_E_DRIVER, "not dead");
     const uint64_t waits = sim.simCallCount("cuStreamWaitEvent");
     need(oo_engine_release(w.engine, again.ticket, stream, 0, &fetched), "release when dead");
     CHECK(sim.simCallCount("cuStreamWaitEvent") == waits, "a dead engine drives");
-    need(world_remove(&w), "detach");
-    need(oo_engine_unlock(w.engine, w.host), "unlock");
-    oo_host_destroy(w.host);
-    const enum oo_status status = oo_engine_destroy(w.engine);
     /* The context was lost with copies and uses in it, which the engine cannot give back. */
-    CHECK(status == OO_LEAKED && strstr(oo_error_message(), "restart"), "%s", oo_error_message());
-    free(w.arena);
-    end_lost_context("a use on a dead engine");
+    CHECK(end_dead(&w, "a use on a dead engine") == OO_LEAKED &&
+              strstr(oo_error_message(), "restart"),
+          "%s", oo_error_message());
 }
 
 CASE(test_a_context_lost_while_masters_are_freed_leaves_no_engine_behind) {
@@ -665,9 +612,8 @@ static uint64_t life_that_ends_at(uint64_t nth, int schedule) {
         status = oo_engine_hold(w.engine);
     const uint64_t calls = sim.simCallCount(NULL) - before;
     if (!nth) {
-        struct oo_fetched fetched;
         need(status, where);
-        need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+        use_end(w.engine, &held, w.stream, "release");
         world_close(&w, where);
         return calls;
     }
@@ -717,15 +663,9 @@ CASE(test_a_forked_child_is_told) {
 
 CASE(test_a_sticky_error_kills_the_engine_and_says_so) {
     a_sticky_error(OOCU_ERROR_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", 0);
-}
-
-/* Of which cuda.h says nothing: drivers give it when they have lost the device. */
-CASE(test_an_unknown_error_kills_the_engine_and_says_so) {
-    a_sticky_error(OOCU_ERROR_UNKNOWN, "CUDA_ERROR_UNKNOWN", 0);
-}
-
-CASE(test_a_sticky_error_of_the_ring_kills_the_engine_and_says_so) {
     a_sticky_error(OOCU_ERROR_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", 1);
+    /* Of which cuda.h says nothing: drivers give it when they have lost the device. */
+    a_sticky_error(OOCU_ERROR_UNKNOWN, "CUDA_ERROR_UNKNOWN", 0);
 }
 
 /* A lost context has taken what was locked to try, so that the memory is the caller's again. */
@@ -741,12 +681,7 @@ CASE(test_a_sticky_error_of_a_trial_kills_the_engine_and_keeps_no_memory) {
     CHECK(oo_engine_lockable(w.engine, host, &found) == OO_E_DRIVER, "%s", oo_error_message());
     CHECK(!host->kept && w.engine->n_leaked == 0, "a dead engine drives");
     need(oo_host_destroy(host), "destroy of memory");
-    need(world_remove(&w), "detach of a dead engine");
-    need(oo_engine_unlock(w.engine, w.host), "unlock of a dead engine");
-    oo_host_destroy(w.host);
-    (void)oo_engine_destroy(w.engine);
-    free(w.arena);
-    end_lost_context("a sticky error of a trial");
+    (void)end_dead(&w, "a sticky error of a trial");
 }
 
 CHECK_MAIN(world_prepare)

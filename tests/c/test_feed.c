@@ -84,12 +84,9 @@ static void end(struct world *w, const char *where) {
 /* Acquire the first unit and release it with the gate shut: all copy threads come to it and wait.
  */
 static void shut_behind_the_first(struct world *w) {
-    struct oo_use held;
-    struct oo_fetched fetched;
-    need(acquire(w->engine, w->member[0], w->stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-    need(oo_engine_launch(w->engine, w->member[0], w->stream, 1e-6), "launch");
+    const struct oo_use held = use_begin(w->engine, w->member[0], w->stream, 1e-6, "acquire");
     shut = 1;
-    need(oo_engine_release(w->engine, held.ticket, w->stream, 0, &fetched), "release");
+    const struct oo_fetched fetched = use_end(w->engine, &held, w->stream, "release");
     /* What is measured is copied alone, and is one piece here. */
     const unsigned threads = w->engine->spans.tracing ? 1 : w->engine->feeder.n_threads;
     CHECK(fetched.count > threads && fetched.units[0] == w->unit[1], "%u are copied ahead",
@@ -160,9 +157,7 @@ static struct oo_host *begin_with_two_unlocked(struct world *w, size_t arena_byt
 
 static void end_with_two_unlocked(struct world *w, struct oo_host *host, const char *where) {
     need(world_remove(w), "remove");
-    need(oo_engine_unlock(w->engine, host), "forget");
-    oo_host_destroy(host);
-    need(oo_model_add(w->engine, &w->model), "model"); /* for the end */
+    end_memory(w->engine, host);
     world_close(w, where);
 }
 
@@ -177,7 +172,7 @@ CASE(an_acquire_that_must_not_wait_is_refused_while_anything_is_fed) {
     need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
     feeds_end(&w);
     shut = 1;
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &held, w.stream, "release");
     CHECK(oo_plan_resident(w.engine->plan, w.unit[4]) != NULL, "unit 4 is not copied ahead");
     unsigned absent = 6; /* and locked */
     while (absent < UNITS && oo_plan_resident(w.engine->plan, w.unit[absent]))
@@ -199,7 +194,7 @@ CASE(an_acquire_that_must_not_wait_is_refused_while_anything_is_fed) {
     CHECK(oo_plan_resident(w.engine->plan, w.unit[absent]) == NULL, "unit %u is there", absent);
     need(acquire(w.engine, w.member[absent], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held),
          "nothing is fed");
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &held, w.stream, "release");
     end_with_two_unlocked(&w, host, "acquire");
 }
 
@@ -387,7 +382,6 @@ static double h2d_busy_s(void) {
 /* A driver that collects work gets the last copy of the threads before anybody waits for it. */
 CASE(copies_ahead_are_handed_over) {
     struct world w;
-    double end_s;
     CHECK(sim.simSwitch(SIM_LATE_SUBMISSION, 1) == 0, "no such switch");
     begin(&w, 400000);
     shut_behind_the_first(&w);
@@ -395,7 +389,7 @@ CASE(copies_ahead_are_handed_over) {
     feeds_end(&w);
     sim.simAdvance(1);
     const double begun_s = h2d_busy_s();
-    sim.simFinish(&end_s);
+    finish();
     CHECK(h2d_busy_s() == begun_s && begun_s > 0, "%.9f s of %.9f s", begun_s, h2d_busy_s());
     end(&w, "handed over");
 }
@@ -404,7 +398,6 @@ CASE(copies_ahead_are_handed_over) {
 CASE(decodes_ahead_are_handed_over) {
     struct world w;
     struct sim_stats begun, ended;
-    double end_s;
     CHECK(sim.simSwitch(SIM_LATE_SUBMISSION, 1) == 0, "no such switch");
     world_coded = 1;
     begin(&w, 400000);
@@ -417,7 +410,7 @@ CASE(decodes_ahead_are_handed_over) {
     feeds_end(&w);
     sim.simAdvance(1);
     sim.simGetStats(&begun);
-    sim.simFinish(&end_s);
+    finish();
     sim.simGetStats(&ended);
     CHECK(begun.compute_busy_s > 5e-6 && ended.compute_busy_s == begun.compute_busy_s,
           "%.9f s of %.9f s", begun.compute_busy_s, ended.compute_busy_s);
@@ -429,7 +422,6 @@ CASE(the_time_of_a_fed_copy_is_its_own) {
     struct world w;
     struct oo_trace_row *rows;
     size_t count;
-    double end_s;
     begin(&w, 30000); /* so that a unit waits for the kernel of one before it */
     const uintptr_t stream = new_stream(&w);
     need(oo_trace_start(w.engine), "start");
@@ -439,7 +431,7 @@ CASE(the_time_of_a_fed_copy_is_its_own) {
         feeds_end(&w);
     }
     need(oo_trace_stop(w.engine, &rows, &count), "stop");
-    sim.simFinish(&end_s);
+    finish();
     const double busy_s = h2d_busy_s() - before_s;
     const struct oo_stats stats = stats_of(&w);
     CHECK(stats.h2d_timed_bytes == stats.h2d_bytes, "not all are measured");
@@ -565,8 +557,12 @@ CASE(what_is_dropped_is_not_copied_any_more) {
     memset(oo_host_address(w.host), 0, w.total);
     nap(5e-3);
     CHECK(n_log == copied && copied < UNITS / 2, "%u copies of what was dropped", n_log - 1);
-    fill(w.master[1], w.bytes[1], 77);
-    need(use(&w, 1, OO_FORWARD), "anew");
+    for (unsigned i = 0; i < UNITS; i++)
+        fill(w.master[i], w.bytes[i], 77 + i);
+    (void)stats_of(&w); /* to count them takes nothing up again */
+    need(step(&w), "anew");
+    CHECK(stats_of(&w).prefetch_failures == 0, "%llu copies have failed",
+          (unsigned long long)stats_of(&w).prefetch_failures);
     end(&w, "refresh");
 }
 
@@ -585,7 +581,7 @@ CASE(what_was_stopped_is_copied_anew) {
     struct world w;
     begin(&w, 400000);
     shut_behind_the_first(&w);
-    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuStreamSynchronize", 1);
     CHECK(waits_for_the_copy_threads(&w, NULL, remove_the_lease) == OO_E_DRIVER, "no error");
     w.leased = 1;
     need(step(&w), "step");
@@ -593,7 +589,7 @@ CASE(what_was_stopped_is_copied_anew) {
     begin(&w, 400000); /* a unit of a single piece would be whole when it stops */
     need(oo_engine_reserve_rings(w.engine, OO_RING_PIECES * oo__page_bytes()), "many pieces");
     shut_behind_the_first(&w);
-    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuStreamSynchronize", 1);
     CHECK(waits_for_the_copy_threads(&w, NULL, remove_the_model) == OO_E_DRIVER, "no error");
     need(step(&w), "step");
     end(&w, "a model that stays");
@@ -603,7 +599,6 @@ CASE(what_was_stopped_is_copied_anew) {
 CASE(what_stays_is_not_stopped) {
     struct world w;
     struct oo_use held;
-    struct oo_fetched fetched;
     uint32_t other;
     static char memory[8192];
     begin(&w, 400000);
@@ -616,24 +611,11 @@ CASE(what_stays_is_not_stopped) {
     need(oo_lease_remove(w.engine, other), "remove");
     CHECK(shut, "the gate was opened");
     shut = 0;
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &held, w.stream, "release");
     need(step(&w), "step");
     CHECK(stats_of(&w).prefetch_failures == 0, "%llu copies were stopped",
           (unsigned long long)stats_of(&w).prefetch_failures);
     end(&w, "stays");
-}
-
-/* The figures are of what has ended; what was dropped is not taken up again by counting it. */
-CASE(what_was_dropped_has_not_failed) {
-    struct world w;
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
-    need(waits_for_the_copy_threads(&w, NULL, refresh_the_model), "refresh");
-    (void)stats_of(&w);
-    need(step(&w), "step");
-    CHECK(stats_of(&w).prefetch_failures == 0, "%llu copies have failed",
-          (unsigned long long)stats_of(&w).prefetch_failures);
-    end(&w, "dropped");
 }
 
 /* ---- what fails in a copy thread ---- */
@@ -740,7 +722,7 @@ CASE(whichever_call_of_theirs_fails_the_next_use_is_right) {
 CASE(a_failure_is_told_to_who_waits_for_it) {
     struct world w;
     begin(&w, 400000);
-    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuMemcpyHtoDAsync", 1);
     CHECK(use(&w, 0, OO_FORWARD) == OO_E_DRIVER &&
               strncmp(oo_error_message(), "cuMemcpyHtoDAsync", 17) == 0,
           "%s", oo_error_message());
@@ -750,7 +732,7 @@ CASE(a_failure_is_told_to_who_waits_for_it) {
     end(&w, "told");
     begin(&w, 400000);
     shut_behind_the_first(&w);
-    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuMemcpyHtoDAsync", 1);
     shut = 0;
     feeds_end(&w);
     CHECK(stats_of(&w).prefetch_failures == 0, "counted before anybody asked");
@@ -764,8 +746,7 @@ CASE(a_failure_is_told_to_who_waits_for_it) {
 /* A context that is lost under a copy thread: the engine names that thread's call. */
 static void end_of_a_lost_world(struct world *w, const char *where) {
     need(world_remove(w), "detach");
-    need(oo_engine_unlock(w->engine, w->host), "unlock");
-    oo_host_destroy(w->host);
+    end_memory(w->engine, w->host);
     const enum oo_status ended = oo_engine_destroy(w->engine);
     CHECK(ended == OO_OK || ended == OO_LEAKED, "%s: %s", where, oo_error_message());
     free(w->arena);
@@ -795,7 +776,7 @@ CASE(a_loss_is_not_named_after_what_failed_before) {
     struct world w;
     begin(&w, 400000);
     shut_behind_the_first(&w);
-    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuMemcpyHtoDAsync", 1);
     shut = 0;
     feeds_end(&w);
     sim.simFault("cuStreamIsCapturing", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
@@ -827,8 +808,7 @@ CASE(a_unit_may_be_locked_in_part) {
     struct world w;
     struct oo_host *host;
     const size_t page = oo__page_bytes();
-    uint32_t unit, member;
-    const uint32_t two = 2;
+    uint32_t member;
     size_t offsets[2];
     is_mine = 1;
     world_open(&w, 400000, -1);
@@ -839,14 +819,11 @@ CASE(a_unit_may_be_locked_in_part) {
     const char *base = oo_host_address(host);
     const struct oo_tensor rows[2] = {{.host = base, .bytes = 2 * page},
                                       {.host = base + 2 * page, .bytes = 2 * page}};
-    need(oo_unit_add(w.engine, w.model, rows, &two, 1, 0, &unit, &member, offsets), "unit");
-    struct oo_use held;
-    struct oo_fetched fetched;
+    add_unit(w.engine, w.model, rows, 2, &member, offsets);
     real = w.engine->driver;
     w.engine->driver.cuMemcpyHtoDAsync = gated_copy;
     from_locked = base;
-    need(acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-    need(oo_engine_launch(w.engine, member, w.stream, 1e-6), "launch");
+    const struct oo_use held = use_begin(w.engine, member, w.stream, 1e-6, "acquire");
     CHECK(memcmp((void *)held.address, base, 4 * page) == 0, "wrong bytes");
     const struct oo_stats stats = stats_of(&w);
     CHECK(stats.h2d_copies == 2 && stats.h2d_bytes == 4 * page &&
@@ -856,11 +833,9 @@ CASE(a_unit_may_be_locked_in_part) {
     CHECK(n_from_locked == 1 && stats.copy_waits == 0,
           "what is locked went through the ring, or was waited for: %llu times",
           (unsigned long long)stats.copy_waits);
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &held, w.stream, "release");
     need(world_remove(&w), "remove");
-    need(oo_engine_unlock(w.engine, host), "unlock");
-    oo_host_destroy(host);
-    need(oo_model_add(w.engine, &w.model), "model"); /* for the end */
+    end_memory(w.engine, host);
     world_close(&w, "locked in part");
 }
 

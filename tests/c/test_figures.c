@@ -11,7 +11,6 @@ CASE(test_residents_by_address) {
     world_open(&w, 400000, -1);
     need(step(&w), "step");
     struct oo_use use;
-    struct oo_fetched fetched;
     need(acquire(w.engine, w.member[5], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_engine_residents(w.engine, rows, UNITS + 1, &count), "residents");
     CHECK(count == UNITS, "%zu residents", count);
@@ -28,7 +27,7 @@ CASE(test_residents_by_address) {
     CHECK(few == UNITS && rows[2].bytes == w.bytes[rows[2].unit] &&
               rows[3].bytes == (size_t)0x5555555555555555u,
           "more rows than there is room for");
-    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &use, w.stream, "release");
     world_close(&w, "residents");
 }
 
@@ -42,8 +41,7 @@ CASE(test_figures_of_two_models) {
     CHECK(world_attach(&b, 60000, -1), "second model: %s", oo_error_message());
     need(step(&w), "first");
     need(use(&b, 0, OO_FORWARD), "second");
-    double end_s;
-    sim.simFinish(&end_s);
+    finish();
     need(oo_engine_stats(w.engine, OO_ALL_MODELS, &all), "stats");
     need(oo_engine_stats(w.engine, w.model, &first), "stats");
     need(oo_engine_stats(w.engine, b.model, &second), "stats");
@@ -87,19 +85,16 @@ CASE(test_a_stall_is_what_the_stream_waits_for_its_copy) {
     const uintptr_t stream = new_stream(&w);
     const size_t bytes =
         8u << 20; /* a copy far longer than the floor under which a stall is none */
-    const uint32_t one = 1;
     uint32_t unit, member, model, lease;
     size_t offset;
-    struct oo_host *host;
     char *arena = malloc(bytes + OO_ALIGNMENT);
-    need(oo_host_create(bytes, &host), "host");
-    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(w.engine, bytes);
     need(oo_model_add(w.engine, &model), "model");
     need(oo_lease_add(w.engine, &lease), "lease");
     need(oo_segment_add(w.engine, lease, (uintptr_t)arena, bytes + OO_ALIGNMENT, stream),
          "segment");
     const struct oo_tensor tensor = {.host = oo_host_address(host), .bytes = bytes};
-    need(oo_unit_add(w.engine, model, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
+    unit = add_unit(w.engine, model, &tensor, 1, &member, &offset);
     sim.simGetDevice(0, &device);
     const double copy = device.copy_latency_s + (double)bytes / (device.link_gbps * 1e9);
     kernel(stream, NULL, 0, 0, 100e-6); /* the stream is busy for a part of the copy */
@@ -107,16 +102,12 @@ CASE(test_a_stall_is_what_the_stream_waits_for_its_copy) {
            5e-3); /* and so, later, is the other copy stream */
     const double origin = sim.simNow();
     need(oo_trace_start(w.engine), "trace");
-    struct oo_use use;
-    struct oo_fetched fetched;
-    need(acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-    need(oo_engine_launch(w.engine, member, stream, 300e-6), "launch");
-    need(oo_engine_release(w.engine, use.ticket, stream, 0, &fetched), "release");
+    struct oo_use use = use_begin(w.engine, member, stream, 300e-6, "acquire");
+    use_end(w.engine, &use, stream, "release");
     /* The same again, at once: its compute begins where the first one ends, and waits for no copy.
      */
-    need(acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-    need(oo_engine_launch(w.engine, member, stream, 200e-6), "launch");
-    need(oo_engine_release(w.engine, use.ticket, stream, 0, &fetched), "release");
+    use = use_begin(w.engine, member, stream, 200e-6, "acquire");
+    use_end(w.engine, &use, stream, "release");
     const uint64_t waits = stats_of(&w).host_waits;
     need(oo_trace_stop(w.engine, &rows, &count), "trace");
     CHECK(stats_of(&w).host_waits == waits + 4, "%llu waits for 4 spans",
@@ -155,7 +146,7 @@ CASE(test_a_stall_is_what_the_stream_waits_for_its_copy) {
           stats.h2d_seconds);
     /* A hit on a stream that has waited already costs it nothing: no second stall. */
     need(acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-    need(oo_engine_release(w.engine, use.ticket, stream, 0, &fetched), "release");
+    use_end(w.engine, &use, stream, "release");
     double end_s;
     sim.simFinish(&end_s);
     need(oo_engine_stats(w.engine, model, &stats), "stats");
@@ -216,11 +207,10 @@ CASE(test_a_host_far_ahead_measures_a_part) {
     world_open(&w, 30000, -1);
     sim.simHold((OOCUstream)w.stream, 1);
     struct oo_use use;
-    struct oo_fetched fetched;
     for (unsigned i = 0; i < 3 * UNITS; i++) { /* copies wait for uses that do not end */
         need(acquire(w.engine, w.member[i % UNITS], w.stream, 0, OO_FORWARD, -1, 0, &use),
              "acquire");
-        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+        use_end(w.engine, &use, w.stream, "release");
     }
     sim.cuCtxPushCurrent_v2(w.context);
     for (unsigned i = 0; i < OO_SPANS; i++) {
@@ -239,8 +229,7 @@ CASE(test_a_host_far_ahead_measures_a_part) {
           (unsigned long long)w.engine->spans.capacity);
     CHECK(before.h2d_timed_bytes < before.h2d_bytes, "all measured already");
     sim.simHold((OOCUstream)w.stream, 0);
-    double end_s;
-    sim.simFinish(&end_s);
+    finish();
     const struct oo_stats after = stats_of(&w);
     CHECK(after.h2d_timed_bytes > before.h2d_timed_bytes &&
               after.h2d_timed_bytes <= after.h2d_bytes,

@@ -31,7 +31,7 @@ CASE(test_a_refused_gradient_is_not_kept) {
         world_open(&w, 60000, -1);
         fill(gradient, sizeof gradient, 1);
         sim.simGetLive(&before);
-        sim.simFault(calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call(calls[i], 1);
         const enum oo_status status =
             oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream);
         CHECK(status == (i == 3 ? OO_OK : OO_E_DRIVER), "%s: %s", calls[i], oo_status_name(status));
@@ -56,14 +56,12 @@ CASE(test_a_failed_download_leaves_no_copy_behind) {
     static const uint64_t nth[] = {1, 2, 3, 1, 1, 1};
     for (unsigned i = 0; i < sizeof nth / sizeof nth[0]; i++) {
         struct world w;
-        struct oo_host *host;
         world_open_on_device(&w, 60000);
         char *gradient = device_memory(&w, 50000);
-        need(oo_host_create(50000, &host), "host");
-        need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+        struct oo_host *host = locked_memory(w.engine, 50000);
         kernel(w.stream, gradient, 50000, 1, 1e-3);
         const struct oo_stats before = stats_of(&w);
-        sim.simFault(calls[i], nth[i], OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call(calls[i], nth[i]);
         CHECK(oo_engine_download(w.engine, oo_host_address(host), (uintptr_t)gradient, 50000,
                                  w.stream) == OO_E_DRIVER &&
                   strstr(oo_error_message(), calls[i]),
@@ -80,8 +78,7 @@ CASE(test_a_failed_download_leaves_no_copy_behind) {
         CHECK(sim.simHostAccess(oo_host_address(host), 50000, 1) == 0, "access");
         check_no_reports(calls[i]);
         kernel(w.stream, gradient, 50000, 1, 1e-6);
-        need(oo_engine_unlock(w.engine, host), "unlock");
-        oo_host_destroy(host);
+        end_memory(w.engine, host);
         end_device_memory(&w, gradient);
         world_close(&w, calls[i]);
     }
@@ -99,9 +96,9 @@ CASE(test_what_a_failed_download_left_is_ended_by_the_next) {
         fill(first, sizeof first, 1);
         fill(second, sizeof second, 2);
         sim.simGetLive(&before);
-        sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-        sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-        sim.simFault("simDrop", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call("cuEventSynchronize", 1);
+        fail_call("cuStreamSynchronize", 1);
+        fail_call("simDrop", 1);
         CHECK(oo_engine_download(w.engine, target, (uintptr_t)first, sizeof first, w.stream) ==
                   OO_E_DRIVER,
               "no error");
@@ -113,7 +110,7 @@ CASE(test_what_a_failed_download_left_is_ended_by_the_next) {
             /* To end it may fail as well: it is kept, and tried again. */
             static const char *const ends[] = {"cuStreamSynchronize", "simDrop"};
             for (int i = 0; i < 2; i++) {
-                sim.simFault(ends[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+                fail_call(ends[i], 1);
                 CHECK(oo_engine_download(w.engine, target, (uintptr_t)second, sizeof second,
                                          w.stream) == OO_E_DRIVER &&
                           w.engine->unfinished == (uintptr_t)first,
@@ -140,8 +137,8 @@ CASE(test_an_unfinished_download_of_the_same_address) {
     char gradient[2048], target[2048];
     world_open(&w, 60000, -1);
     fill(gradient, sizeof gradient, 1);
-    sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuEventSynchronize", 1);
+    fail_call("cuStreamSynchronize", 1);
     CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream) ==
               OO_E_DRIVER,
           "no error");

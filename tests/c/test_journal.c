@@ -84,9 +84,7 @@ CASE(test_each_deed_is_written_once_and_in_order) {
 CASE(test_decodes_are_written_behind_their_copies) {
     struct world w;
     uint64_t first, bytes = 0, chunks = 0, copied = 0, without = 0;
-    world_coded = 1;
-    world_open(&w, 400000, -1);
-    world_coded = 0;
+    world_open_coded(&w, 400000, -1);
     need(oo_journal_start(w.engine, ROOM), "start");
     need(step(&w), "step");
     const size_t count = read_from(&w, 0, &first);
@@ -175,7 +173,7 @@ CASE(test_what_failed_is_not_written) {
     world_open(&w, 60000, -1);
     const uintptr_t stream = new_stream(&w);
     need(oo_journal_start(w.engine, ROOM), "start");
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuStreamWaitEvent", 1);
     CHECK(acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &none) == OO_E_DRIVER,
           "acquired");
     CHECK(stats_of(&w).waits == 0, "a wait was counted");
@@ -184,7 +182,7 @@ CASE(test_what_failed_is_not_written) {
         CHECK(entries[i].deed == OO_DEED_COPY_IN, "entry %zu is of another kind", i);
     CHECK(count == 1, "%zu entries", count);
     need(oo_engine_refresh(w.engine, w.model), "refresh");
-    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuMemcpyHtoDAsync", 1);
     CHECK(acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &none) == OO_E_DRIVER,
           "acquired");
     CHECK(read_from(&w, 1, &first) == 0, "a copy that failed was written");

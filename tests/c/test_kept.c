@@ -7,12 +7,11 @@ static uint32_t pins(const struct world *w, unsigned i) {
 
 static struct oo_use keep(struct world *w, unsigned i, uintptr_t stream) {
     struct oo_use use, kept;
-    struct oo_fetched fetched;
     need(acquire(w->engine, w->member[i], stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_engine_keep(w->engine, w->member[i], 0, &kept), "keep");
     CHECK(kept.address == use.address && kept.ticket == use.ticket && !kept.fetched.count,
           "another copy was kept than the one in use");
-    need(oo_engine_release(w->engine, use.ticket, stream, 0, &fetched), "release");
+    use_end(w->engine, &use, stream, "release");
     return kept;
 }
 
@@ -73,8 +72,7 @@ CASE(test_a_rewritten_master_is_refused_while_its_unit_is_kept) {
           "it would be waited for");
     need(oo_engine_end(w.engine, kept.ticket, w.stream), "end");
     need(acquire(w.engine, w.member[3], w.stream, 1, OO_FORWARD, -1, 0, &use), "afterwards");
-    struct oo_fetched fetched;
-    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &use, w.stream, "release");
     CHECK(stats_of(&w).stale == 1, "%llu stale", (unsigned long long)stats_of(&w).stale);
     world_close(&w, "rewritten");
 }
@@ -83,12 +81,11 @@ CASE(test_a_rewritten_master_is_refused_while_its_unit_is_kept) {
 CASE(test_keeping_is_not_holding) {
     struct world w;
     struct oo_use held, use;
-    struct oo_fetched fetched;
     world_open(&w, 400000, -1);
     w.engine->patience_s = 0.05;
     const struct oo_use kept = keep(&w, 3, w.stream);
     need(acquire(w.engine, w.member[5], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &held, w.stream, "release");
     need(oo_engine_end(w.engine, kept.ticket, w.stream), "end");
     /* Had the end been counted as a release, this thread would seem to hold nothing here. */
     need(acquire(w.engine, w.member[5], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
@@ -96,7 +93,7 @@ CASE(test_keeping_is_not_holding) {
     CHECK(acquire(w.engine, w.member[5], w.stream, 1, OO_FORWARD, -1, 0, &use) == OO_E_STATE,
           "handed out a stale copy");
     CHECK(oo__clock_s() - begun_s < 0.05, "waited for itself");
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &held, w.stream, "release");
     world_close(&w, "holding");
 }
 

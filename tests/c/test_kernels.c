@@ -64,7 +64,7 @@ CASE(test_spin_by_the_embedded_kernels) {
                   strstr(oo_error_message(), "nvcc"),
               "%s", oo_error_message());
     } else {
-        sim.simFault("cuModuleGetFunction", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call("cuModuleGetFunction", 1);
         CHECK(oo_engine_spin(w.engine, stream, 1000) == OO_E_DRIVER, "a kernel that is not found");
         sim.simSwitch(SIM_TRACE_ON, 1);
         for (int i = 0; i < 2; i++) {

@@ -15,7 +15,6 @@ CASE(copies_ahead_begin_at_once) {
     for (int on = 0; on < 2; on++) {
         struct world w;
         struct oo_use held;
-        struct oo_fetched fetched;
         late(on);
         world_open(&w, 60000, -1);
         CHECK(w.engine->submits_late == on, "%d: not asked", on);
@@ -27,9 +26,8 @@ CASE(copies_ahead_begin_at_once) {
             CHECK(sim.simFinish(&finished_s) == 0, "no end");
             before_s = h2d_busy_s();
             ahead = stats_of(&w).prefetches;
-            need(acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-            need(oo_engine_launch(w.engine, w.member[i], w.stream, 1e-6), "launch");
-            need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+            held = use_begin(w.engine, w.member[i], w.stream, 1e-6, "acquire");
+            use_end(w.engine, &held, w.stream, "release");
         }
         CHECK(stats_of(&w).prefetches > ahead, "%d: nothing was copied ahead", on);
         sim.simAdvance(1);
@@ -46,15 +44,12 @@ CASE(decodes_ahead_begin_at_once) {
         struct sim_stats stats;
         late(1);
         sim.simRefuseRegistration(!locked);
-        world_coded = 1;
-        world_open(&w, 400000, -1);
-        world_coded = 0;
+        world_open_coded(&w, 400000, -1);
         need(acquire(w.engine, w.member[1], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
         sim.simAdvance(1);
         sim.simGetStats(&stats);
         CHECK(stats.compute_busy_s > 0, "%d: the decode has not begun", locked);
-        struct oo_fetched fetched;
-        need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+        use_end(w.engine, &held, w.stream, "release");
         world_close(&w, "decodes ahead");
         sim.simRefuseRegistration(0);
     }
@@ -64,29 +59,25 @@ CASE(decodes_ahead_begin_at_once) {
 CASE(late_copies_begin_at_once) {
     struct world w;
     struct oo_use held;
-    struct oo_fetched fetched;
     late(1);
     world_open(&w, 60000, -1);
     need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
     sim.simAdvance(1);
     CHECK(h2d_busy_s() > 0, "the copy has not begun");
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &held, w.stream, "release");
     world_close(&w, "late copy");
 }
 
 static void copies_of_copy_threads_begin(void) {
     struct world w;
-    struct oo_use held;
-    struct oo_fetched fetched;
     struct oo_trace_row *rows;
     size_t count, copies = 0;
     late(1);
     sim.simRefuseRegistration(1);
     world_open(&w, 400000, -1);
     need(oo_trace_start(w.engine), "start");
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-    need(oo_engine_launch(w.engine, w.member[0], w.stream, 1e-6), "launch");
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    const struct oo_use held = use_begin(w.engine, w.member[0], w.stream, 1e-6, "acquire");
+    use_end(w.engine, &held, w.stream, "release");
     feeds_end(&w);
     sim.simAdvance(1);
     need(oo_trace_stop(w.engine, &rows, &count), "stop");

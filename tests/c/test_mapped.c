@@ -69,18 +69,14 @@ CASE(test_what_cannot_be_mapped) {
     oo__mutex_lock(w.engine->mutex);
     CHECK(oo_engine_map(w.engine, &request, OO_NONBLOCKING, &address) == OO_WOULD_BLOCK, "waited");
     oo__mutex_unlock(w.engine->mutex);
-    sim.simFault("cuPointerGetAttribute", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuPointerGetAttribute", 1);
     CHECK(oo_engine_map(w.engine, &request, 0, &address) == OO_E_DRIVER && !address, "no address");
-    sim.simFault("simLaunch", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("simLaunch", 1);
     CHECK(oo_engine_map(w.engine, &request, 0, &address) == OO_E_DRIVER && !address, "no kernel");
     request.stream = new_stream(&w); /* not one of the engine's own */
-    sim.cuCtxPushCurrent_v2(w.context);
-    CHECK(sim.cuStreamBeginCapture_v2((OOCUstream)request.stream, 0) == 0, "no capture");
+    begin_capture(&w, request.stream);
     CHECK(oo_engine_map(w.engine, &request, 0, &address) == OO_E_CAPTURE, "captured");
-    void *graph = NULL;
-    CHECK(sim.cuStreamEndCapture((OOCUstream)request.stream, &graph) == 0, "the capture was lost");
-    sim.cuGraphDestroy(graph);
-    sim.cuCtxPopCurrent_v2(NULL);
+    end_capture(request.stream);
     end_stream(&w, request.stream);
     request.stream = w.stream;
     CHECK(oo_plan_pins(w.engine->plan, w.unit[0]) == 0, "in use after all");
@@ -215,14 +211,7 @@ CASE(test_more_streams_than_entries) {
     world_remove(&w);
     for (int i = 0; i < OO_STREAMS + 2; i++)
         end_stream(&w, streams[i]);
-    need(oo_engine_unlock(w.engine, w.host), "unlock");
-    oo_host_destroy(w.host);
-    free(w.arena);
-    need(oo_engine_destroy(w.engine), "destroy");
-    check_no_reports("streams");
-    check_nothing_alive("streams");
-    release_context("streams");
-    CHECK(sim_reset(&sim) == 0, "not reset");
+    world_close(&w, "streams");
 }
 
 /* While nothing can be waited for, more streams find room; what finds none is in use still. */
@@ -252,16 +241,16 @@ CASE(test_an_end_that_cannot_be_marked) {
     struct world w;
     world_open(&w, 60000, -1);
     map(&w, 3, w.stream);
-    sim.simFault("cuEventRecord", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuEventRecord", 1);
     need(oo_engine_unmap(w.engine, w.member[3], w.stream), "unmap");
     CHECK(stats_of(&w).lost_uses == 1 && w.engine->reads.last[0].lost, "not lost");
-    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuStreamSynchronize", 1);
     CHECK(oo_engine_hold(w.engine) == OO_E_DRIVER && w.engine->reads.count == 1, "not waited for");
     need(oo_engine_hold(w.engine), "hold");
     CHECK(stats_of(&w).recoveries == 2 && w.engine->reads.count == 0, "%llu recoveries",
           (unsigned long long)stats_of(&w).recoveries);
     map(&w, 3, w.stream); /* a later mark mends what was lost */
-    sim.simFault("cuEventRecord", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuEventRecord", 1);
     need(oo_engine_unmap(w.engine, w.member[3], w.stream), "unmap");
     map(&w, 3, w.stream);
     need(oo_engine_unmap(w.engine, w.member[3], w.stream), "unmap");
@@ -305,7 +294,7 @@ CASE(test_an_end_without_the_context) {
     map(&w, 3, w.stream);
     OOCUresult(OOCUDAAPI *const real)(OOCUevent, OOCUstream) = w.engine->driver.cuEventRecord;
     w.engine->driver.cuEventRecord = counted_record;
-    sim.simFault("cuCtxPushCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuCtxPushCurrent", 1);
     need(oo_engine_unmap(w.engine, w.member[3], w.stream), "unmap");
     w.engine->driver.cuEventRecord = real;
     CHECK(recorded == 0 && w.engine->reads.last[0].lost, "recorded without a context");

@@ -35,15 +35,13 @@ CASE(test_refused_locks_are_told) {
  * would let copies read another owner's bytes. */
 CASE(test_memory_that_cannot_be_unlocked_is_kept) {
     struct world w;
-    struct oo_host *host;
     world_open(&w, 60000, -1);
-    need(oo_host_create(10000, &host), "host");
-    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(w.engine, 10000);
     CHECK(oo_engine_lock(w.engine, host, OO_ALL_BYTES) == OO_E_STATE, "locked twice");
     for (int i = 0; i < 3; i++) {
         static const char *const calls[] = {"cuMemHostUnregister", "cuStreamSynchronize",
                                             "cuStreamSynchronize"};
-        sim.simFault(calls[i], i == 2 ? 2 : 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call(calls[i], i == 2 ? 2 : 1);
         oo_host_destroy(host);
         CHECK(w.engine->n_known == 2 && host->known->engine == w.engine && host->locked,
               "%d: forgotten", i);
@@ -57,22 +55,18 @@ CASE(test_memory_that_cannot_be_unlocked_is_kept) {
 /* Masters move elsewhere while their copy is still queued: unlocking waits for it. */
 CASE(test_unlocking_waits_for_copies_of_masters_that_moved_away) {
     struct world w;
-    struct oo_host *host;
     uint32_t unit, member;
     size_t offset;
-    const uint32_t one = 1;
     struct oo_use held;
-    struct oo_fetched fetched;
     world_open(&w, 60000, -1);
-    need(oo_host_create(20000, &host), "host");
-    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(w.engine, 20000);
     const struct oo_tensor there = {.host = oo_host_address(host), .bytes = 20000},
                            here = {.host = w.master[0], .bytes = w.bytes[0]};
-    need(oo_unit_add(w.engine, w.model, &there, &one, 1, 0, &unit, &member, &offset), "unit");
+    unit = add_unit(w.engine, w.model, &there, 1, &member, &offset);
     const uintptr_t stream = new_stream(&w);
     kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 2e-3);
     need(acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-    need(oo_engine_release(w.engine, held.ticket, stream, 0, &fetched), "release");
+    use_end(w.engine, &held, stream, "release");
     need(oo_member_move(w.engine, member, &here, 1, &unit, &offset), "move");
     const double began = sim.simNow();
     need(oo_engine_unlock(w.engine, host), "unlock");
@@ -92,8 +86,7 @@ CASE(test_a_lost_piece_of_the_ring_is_waited_for) {
     world_open_on_device(&w, 60000);
     char *gradient = device_memory(&w, 5000);
     kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 5e-3); /* uploads are slow */
-    sim.simFault("cuEventRecord", 2, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES,
-                 0); /* the copy's begin, then the piece */
+    fail_call("cuEventRecord", 2);                      /* the copy's begin, then the piece */
     CHECK(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
     CHECK(w.engine->up.lost[0] == 1, "not lost");
@@ -107,7 +100,7 @@ CASE(test_a_lost_piece_of_the_ring_is_waited_for) {
           sim.simNow() - began);
     /* A copy that failed to queue may have been queued, so it is waited for as well. */
     feeds_end(&w);
-    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuMemcpyHtoDAsync", 1);
     CHECK(acquire(w.engine, w.member[12], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
     for (unsigned i = 13; i < 13 + OO_RING_PIECES; i++)
@@ -117,8 +110,7 @@ CASE(test_a_lost_piece_of_the_ring_is_waited_for) {
     /* Downwards a failed download waits itself; the next one starts afresh. */
     fill(gradient, 5000, 1);
     feeds_end(&w);
-    sim.simFault("cuEventRecord", 3, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES,
-                 0); /* computed, begin, piece */
+    fail_call("cuEventRecord", 3); /* computed, begin, piece */
     CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, 5000, w.stream) == OO_E_DRIVER,
           "no error");
     need(oo_engine_download(w.engine, target, (uintptr_t)gradient, 5000, w.stream), "again");
@@ -134,7 +126,7 @@ CASE(test_a_buffer_is_locked_up_to_where_it_was_asked) {
     struct oo_host *host;
     const size_t page = oo__page_bytes();
     uint32_t unit[2], member[2];
-    const uint32_t one = 1, two = 2;
+    const uint32_t two = 2;
     size_t offset[2];
     world_open(&w, 400000, -1);
     need(oo_host_create(6 * page, &host), "host");
@@ -152,30 +144,27 @@ CASE(test_a_buffer_is_locked_up_to_where_it_was_asked) {
     const struct oo_tensor rows[3] = {{.host = base, .bytes = page},
                                       {.host = base + page, .bytes = page},
                                       {.host = base + 2 * page, .bytes = page}};
-    need(oo_unit_add(w.engine, w.model, rows, &one, 1, 0, &unit[0], &member[0], offset), "unit");
+    unit[0] = add_unit(w.engine, w.model, rows, 1, &member[0], offset);
     need(oo_unit_add(w.engine, w.model, rows + 1, &two, 1, 0, &unit[1], &member[1], offset),
          "unit");
     CHECK(stats_of(&w).pageable_bytes == page, "%llu",
           (unsigned long long)stats_of(&w).pageable_bytes);
     for (int i = 0; i < 2; i++) {
         struct oo_use held;
-        struct oo_fetched fetched;
         CHECK(acquire(w.engine, member[i], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held) ==
                   (i ? OO_WOULD_BLOCK : OO_OK),
               "%d: only what passes through the ring may block", i);
         if (i)
-            need(acquire(w.engine, member[i], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-        need(oo_engine_launch(w.engine, member[i], w.stream, 1e-6), "launch");
+            held = use_begin(w.engine, member[i], w.stream, 1e-6, "acquire");
         CHECK(memcmp((void *)held.address, base + (size_t)i * page, (size_t)(i + 1) * page) == 0,
               "%d: wrong bytes", i);
-        need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+        use_end(w.engine, &held, w.stream, "release");
     }
     CHECK(stats_of(&w).h2d_copies >= 3, "two parts");
     need(world_remove(&w), "remove");
     need(oo_engine_unlock(w.engine, host), "unlock");
     CHECK(stats_of(&w).locked_bytes == before + stats_of(&w).ring_bytes, "still locked");
     oo_host_destroy(host);
-    need(oo_model_add(w.engine, &w.model), "model"); /* for the end */
     world_close(&w, "locked in part");
 }
 
@@ -203,7 +192,7 @@ CASE(test_how_much_may_be_locked_is_found_by_trying) {
     size_t found;
     sim.simLockQuota(UINT64_MAX);
     /* What cannot be let go at once is tried again; what cannot at all is never freed. */
-    sim.simFault("cuMemHostUnregister", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuMemHostUnregister", 1);
     need(oo_engine_lockable(w.engine, host, &found), "lockable");
     CHECK(!host->kept && w.engine->n_leaked == 0, "kept");
     need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
@@ -242,7 +231,7 @@ CASE(test_rings_are_as_large_as_the_system_allows) {
           (unsigned long long)stats_of(&w).ring_bytes);
     const uint64_t taken = stats_of(&w).locked_bytes;
     /* What cannot wait for the old one keeps it, and not the new one too. */
-    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuStreamSynchronize", 1);
     struct sim_live live;
     CHECK(oo_engine_reserve_rings(w.engine, 3 * piece) == OO_E_DRIVER, "no error");
     sim.simGetLive(&live);

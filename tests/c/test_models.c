@@ -5,14 +5,13 @@
 CASE(test_who_is_in_the_way_of_a_detach) {
     struct world w;
     struct oo_use use;
-    struct oo_fetched fetched;
-    uint32_t guest, lease, unit, member, one = 1;
+    uint32_t guest, lease, member;
     size_t offset;
     char *memory = malloc(4096 + OO_ALIGNMENT);
     world_open(&w, 250000, -1);
     need(oo_model_add(w.engine, &guest), "a model whose unit is in the other's memory");
     const struct oo_tensor tensor = {.host = w.master[0], .bytes = w.bytes[0]};
-    need(oo_unit_add(w.engine, guest, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
+    add_unit(w.engine, guest, &tensor, 1, &member, &offset);
     need(acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_lease_add(w.engine, &lease), "memory without a unit");
     need(oo_segment_add(w.engine, lease, (uintptr_t)memory, 4096 + OO_ALIGNMENT, w.stream),
@@ -21,7 +20,7 @@ CASE(test_who_is_in_the_way_of_a_detach) {
     CHECK(oo_lease_remove(w.engine, w.lease) == OO_E_STATE, "what is in use is in it");
     need(oo_model_remove(w.engine, w.model), "nothing of it is in use");
     need(oo_lease_remove(w.engine, lease), "nothing in it is in use");
-    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &use, w.stream, "release");
     need(oo_model_remove(w.engine, guest), "remove");
     free(memory);
     need(oo_model_add(w.engine, &w.model), "for the end");
@@ -42,7 +41,7 @@ CASE(test_a_detach_that_failed_can_be_repeated) {
                              w.stream) == OO_E_DRIVER,
               "twice");
         need(step(&w), "step");
-        sim.simFault(calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call(calls[i], 1);
         CHECK(world_remove(&w) == OO_E_DRIVER && strstr(oo_error_message(), calls[i]), "%s: %s",
               calls[i], oo_error_message());
         end_stream(&w, other);
@@ -60,7 +59,7 @@ CASE(test_a_segment_that_failed_is_given_back) {
         sim.simGetLive(&live);
         const uint64_t adopted = live.adopted_bytes, arena = stats_of(&w).arena_bytes;
         char *more = malloc(8192);
-        sim.simFault(calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call(calls[i], 1);
         CHECK(oo_segment_add(w.engine, w.lease, (uintptr_t)more, 8192, w.stream) == OO_E_DRIVER,
               "%s", calls[i]);
         sim.simGetLive(&live);
@@ -70,7 +69,6 @@ CASE(test_a_segment_that_failed_is_given_back) {
         CHECK(stats_of(&w).arena_bytes > arena, "not added");
         need(step(&w), "step");
         need(world_remove(&w), "remove");
-        need(oo_model_add(w.engine, &w.model), "add");
         free(more);
         world_close(&w, calls[i]);
     }

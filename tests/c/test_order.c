@@ -6,22 +6,12 @@
 
 #include <math.h>
 
-static const int schedules[] = {SIM_TIMED, SIM_RANDOM, SIM_STARVE_COPY, SIM_STARVE_COMPUTE,
-                                SIM_EAGER};
-enum { N_SCHEDULES = sizeof schedules / sizeof schedules[0] };
-
-static const char *schedule_name(int schedule) {
+static void for_each_schedule(void (*test)(const char *where)) {
     static const char *const names[] = {"timed", "random", "starve-copy", "starve-compute",
                                         "eager"};
-    return names[schedule];
-}
-
-static void for_each_schedule(void (*test)(const char *where), const char *name) {
-    for (unsigned s = 0; s < N_SCHEDULES; s++) {
-        char where[96];
-        snprintf(where, sizeof where, "%s, %s", name, schedule_name(schedules[s]));
-        sim.simSetSchedule(schedules[s], 11);
-        test(where);
+    for (int schedule = SIM_TIMED; schedule <= SIM_EAGER; schedule++) {
+        sim.simSetSchedule(schedule, 11);
+        test(names[schedule]);
     }
 }
 
@@ -85,12 +75,11 @@ static uint64_t leave_after(int samples, int flags, int fed, struct oo_fetched *
 static void without_a_context(const char *where) {
     struct world w;
     struct oo_use held;
-    struct oo_fetched fetched;
     open_after_samples(&w, 20, where);
     need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), where);
     const uint64_t before = stats_of(&w).evictions;
-    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), where);
+    fail_call("cuCtxGetCurrent", 1);
+    use_end(w.engine, &held, w.stream, where);
     CHECK(stats_of(&w).evictions == before, "%s: units leave without the driver", where);
     for (unsigned i = 1; i < UNITS; i++)
         need(use(&w, i, OO_FORWARD), where);
@@ -135,17 +124,7 @@ static void steps_on_the_default_stream(const char *where) {
     need(world_remove(&w), "remove");
     kernel(own, w.arena, 60000, 1, 1e-6); /* the segment's allocating stream */
     w.stream = own;
-    struct sim_live live;
-    need(oo_engine_unlock(w.engine, w.host), "unlock");
-    oo_host_destroy(w.host);
-    end_device_memory(&w, w.arena);
-    end_stream(&w, own);
-    need(oo_engine_destroy(w.engine), "destroy");
-    sim.simGetLive(&live);
-    CHECK(live.events == 0 && live.streams == 0, "%s: alive", where);
-    check_no_reports(where);
-    release_context(where);
-    CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
+    world_close(&w, where);
 }
 
 /* Six streams use one unit at a time, two more than the engine keeps last uses of; then its place
@@ -218,11 +197,10 @@ CASE(test_more_streams_than_have_marks_wait_each_time) {
 static void a_kernel_on_a_stream_with_an_old_handle(const char *where) {
     struct world w;
     struct oo_use first;
-    struct oo_fetched fetched;
     world_open_on_device(&w, 400000);
     uintptr_t stream = new_stream(&w);
     need(acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &first), where);
-    need(oo_engine_release(w.engine, first.ticket, stream, 0, &fetched), where);
+    use_end(w.engine, &first, stream, where);
     stream = recycle_stream(&w, stream);
     need(use_on(&w, 0, OO_FORWARD, -1, 0, stream), where);
     end_stream(&w, stream);
@@ -232,10 +210,9 @@ static void a_kernel_on_a_stream_with_an_old_handle(const char *where) {
 /* One use of unit 0 by a kernel of `seconds`. */
 static void use_for(struct world *w, uintptr_t stream, double seconds) {
     struct oo_use use;
-    struct oo_fetched fetched;
     need(acquire_launched(w->engine, w->member[0], stream, 0, OO_FORWARD, -1, seconds, 0, &use),
          "acquire");
-    need(oo_engine_release(w->engine, use.ticket, stream, 0, &fetched), "release");
+    use_end(w->engine, &use, stream, "release");
 }
 
 static void a_copy_over_what_a_stream_that_has_ended_reads(const char *where) {
@@ -255,7 +232,6 @@ static void a_copy_over_what_a_stream_that_has_ended_reads(const char *where) {
 static void a_refused_wait_for_a_stream_that_has_ended(const char *where) {
     struct world w;
     struct oo_use again;
-    struct oo_fetched fetched;
     world_open_on_device(&w, 30000);
     uintptr_t stream = new_stream(&w);
     use_for(&w, stream, 1);
@@ -263,7 +239,7 @@ static void a_refused_wait_for_a_stream_that_has_ended(const char *where) {
     need(acquire_launched(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 1e-6, 0, &again),
          where);
     sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_INVALID_HANDLE, 0);
-    need(oo_engine_release(w.engine, again.ticket, stream, 0, &fetched), where);
+    use_end(w.engine, &again, stream, where);
     CHECK(w.engine->units[w.unit[0]].n_uses == 2, "%u uses are marked",
           w.engine->units[w.unit[0]].n_uses);
     for (unsigned i = 1; i < UNITS; i++)
@@ -304,11 +280,8 @@ static void dropped_while_a_kernel_reads(const char *where) {
     world_open_on_device(&w, 30000);
     const uintptr_t slow = new_stream(&w);
     for (unsigned i = 0; i < UNITS; i++) {
-        struct oo_use use;
-        struct oo_fetched fetched;
-        need(acquire(w.engine, w.member[i], slow, 0, OO_FORWARD, -1, 0, &use), where);
-        need(oo_engine_launch(w.engine, w.member[i], slow, 5e-3), where);
-        need(oo_engine_release(w.engine, use.ticket, slow, 0, &fetched), where);
+        const struct oo_use use = use_begin(w.engine, w.member[i], slow, 5e-3, where);
+        use_end(w.engine, &use, slow, where);
         if (i % 3 == 0)
             need(oo_engine_refresh(w.engine, w.model), where);
         need(use_on(&w, (i + 5) % UNITS, OO_FORWARD, -1, 0, w.stream), where);
@@ -348,17 +321,9 @@ static void a_second_segment_from_another_stream(const char *where) {
     need(world_remove(&w), where);
     kernel(other, more, 40000, 1, 1e-6); /* its next owner, at once */
     kernel(w.stream, w.arena, 30000, 1, 1e-6);
-    need(oo_engine_unlock(w.engine, w.host), "unlock");
-    oo_host_destroy(w.host);
     end_device_memory(&w, more);
-    end_device_memory(&w, w.arena);
     end_stream(&w, other);
-    end_stream(&w, w.stream);
-    need(oo_engine_destroy(w.engine), "destroy");
-    check_no_reports(where);
-    check_nothing_alive(where);
-    release_context(where);
-    CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
+    world_close(&w, where);
 }
 
 /* ---- H4, H7: bytes given back ---- */
@@ -377,27 +342,18 @@ static void removed_after_uses_on_other_streams(const char *where) {
     }
     for (int s = 0; s < 3; s++) { /* still computing when the model goes */
         struct oo_use use;
-        struct oo_fetched fetched;
         need(acquire(w.engine, w.member[UNITS - 1], others[s], 0, OO_FORWARD, -1, 0, &use), where);
         need(oo_engine_launch(w.engine, w.member[UNITS - 1], others[s], 2e-3), where);
-        need(oo_engine_release(w.engine, use.ticket, others[s], 0, &fetched), where);
+        use_end(w.engine, &use, others[s], where);
     }
     need(world_remove(&w), where);
     kernel(w.stream, w.arena, 60000, 1, 1e-6);
     check_no_reports(where);
     /* The masters, too, are the host's again. */
     CHECK(sim.simHostAccess(oo_host_address(w.host), w.total, 1) == 0, "%s", where);
-    need(oo_engine_unlock(w.engine, w.host), "unlock");
-    oo_host_destroy(w.host);
-    end_device_memory(&w, w.arena);
     for (int s = 0; s < 3; s++)
         end_stream(&w, others[s]);
-    end_stream(&w, w.stream);
-    need(oo_engine_destroy(w.engine), "destroy");
-    check_no_reports(where);
-    check_nothing_alive(where);
-    release_context(where);
-    CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
+    world_close(&w, where);
 }
 
 /* Removal waits for copies that no stream has waited for yet: the next owner's kernel comes on a
@@ -410,18 +366,11 @@ static void removed_with_copies_in_flight(const char *where) {
     need(oo_engine_prefetch(w.engine, &fetched), where);
     need(oo_model_remove(w.engine, w.model), where);
     CHECK(sim.simHostAccess(oo_host_address(w.host), w.total, 1) == 0, "%s", where);
-    need(oo_lease_remove(w.engine, w.lease), where);
+    w.attached = 0;
+    need(world_remove(&w), where);
     kernel(w.stream, w.arena, 60000, 1, 1e-6);
     check_no_reports(where);
-    need(oo_engine_unlock(w.engine, w.host), "unlock");
-    oo_host_destroy(w.host);
-    end_device_memory(&w, w.arena);
-    end_stream(&w, w.stream);
-    need(oo_engine_destroy(w.engine), "destroy");
-    check_no_reports(where);
-    check_nothing_alive(where);
-    release_context(where);
-    CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
+    world_close(&w, where);
 }
 
 /* Two models share two segments: one is removed while the other's units are in its segment. */
@@ -442,10 +391,7 @@ static void a_segment_goes_with_another_models_units(const char *where) {
     need(world_remove(&b), where);
     kernel(b.stream, b.arena, 50000, 1, 1e-6);
     need(step(&w), where);
-    need(oo_engine_unlock(b.engine, b.host), where);
-    oo_host_destroy(b.host);
-    end_device_memory(&b, b.arena);
-    end_stream(&b, b.stream);
+    world_detach(&b);
     world_close(&w, where);
 }
 
@@ -457,6 +403,8 @@ static void through_the_ring(const char *where) {
     struct world w;
     sim.simRefuseRegistration(1);
     world_open_on_device(&w, 60000);
+    CHECK(!oo_host_locked(w.host) && stats_of(&w).pageable_bytes == w.total, "%llu pageable bytes",
+          (unsigned long long)stats_of(&w).pageable_bytes);
     for (int i = 0; i < 3; i++)
         need(step(&w), where);
     sim.simRefuseRegistration(0);
@@ -467,18 +415,15 @@ static void through_the_ring(const char *where) {
 static void a_large_unit(const char *where) {
     struct world w;
     const size_t bytes = 9 * oo__ring_piece_bytes + 12345;
-    const uint32_t one = 1;
-    uint32_t unit, member = 0;
+    uint32_t member = 0;
     size_t offset;
     struct oo_use use;
-    struct oo_fetched fetched;
     world_open_on_device(&w, 2 * bytes);
     char *foreign = malloc(bytes);
     for (int round = 0; round < 2; round++) {
         const struct oo_tensor tensor = {.host = foreign, .bytes = bytes};
         if (round == 0)
-            need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &unit, &member, &offset),
-                 where);
+            add_unit(w.engine, w.model, &tensor, 1, &member, &offset);
         fill(foreign, bytes, 3 + (unsigned)round);
         need(acquire(w.engine, member, w.stream, (uint64_t)round + 1, OO_FORWARD, -1, 0, &use),
              where);
@@ -486,7 +431,7 @@ static void a_large_unit(const char *where) {
         need(oo_engine_launch(w.engine, member, w.stream, 1e-3), where);
         fill(foreign, bytes, 3 + (unsigned)round);
         CHECK(memcmp((const void *)use.address, foreign, bytes) == 0, "%s: wrong bytes", where);
-        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), where);
+        use_end(w.engine, &use, w.stream, where);
     }
     free(foreign);
     world_close(&w, where);
@@ -503,8 +448,7 @@ static void downloads_of(const char *where, size_t bytes, int locked) {
     const uintptr_t other = new_stream(&w);
     char *gradients[2] = {device_memory(&w, bytes), device_memory(&w, bytes)}, *target;
     if (locked) {
-        need(oo_host_create(bytes, &host), where);
-        need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), where);
+        host = locked_memory(w.engine, bytes);
         target = oo_host_address(host);
     } else {
         target = malloc(bytes);
@@ -527,8 +471,7 @@ static void downloads_of(const char *where, size_t bytes, int locked) {
         CHECK(after.host_waits > before.host_waits, "%s: a wait was not counted", where);
     }
     if (locked) {
-        need(oo_engine_unlock(w.engine, host), where);
-        oo_host_destroy(host);
+        end_memory(w.engine, host);
     } else {
         free(target);
     }
@@ -546,14 +489,12 @@ enum { RING_DOWNLOAD_BYTES = (20 << 20) + 77 };
 CASE(test_a_download_is_measured_exactly) {
     sim.simSetSchedule(SIM_TIMED, 0);
     struct world w;
-    struct oo_host *host;
     struct sim_device device;
     const size_t bytes = 1000000;
     world_open_on_device(&w, 60000);
     sim.simGetDevice(0, &device);
     char *gradient = device_memory(&w, bytes);
-    need(oo_host_create(bytes, &host), "host");
-    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(w.engine, bytes);
     kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 4e-3); /* a busy upload stream has no part in it */
     const double begin = sim.simNow();
     kernel(w.stream, gradient, bytes, 1, 1e-3);
@@ -569,8 +510,7 @@ CASE(test_a_download_is_measured_exactly) {
     /* Kernels share the compute engine: the first one ends before ours begins. */
     CHECK(fabs(waited - (5e-3 + copy)) < 1e-9, "the host waited %.9f s, not %.9f", waited,
           5e-3 + copy);
-    need(oo_engine_unlock(w.engine, host), "unlock");
-    oo_host_destroy(host);
+    end_memory(w.engine, host);
     end_device_memory(&w, gradient);
     world_close(&w, "measured download");
 }
@@ -580,11 +520,9 @@ CASE(test_a_download_is_measured_exactly) {
 /* Memory locked for downloads is given back right after one. */
 static void unlocked_right_after_a_download(const char *where) {
     struct world w;
-    struct oo_host *host;
     world_open_on_device(&w, 60000);
     char *gradient = device_memory(&w, 9000);
-    need(oo_host_create(9000, &host), where);
-    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), where);
+    struct oo_host *host = locked_memory(w.engine, 9000);
     kernel(w.stream, gradient, 9000, 1, 1e-3);
     /* A download that was not waited for: as after a failure in between. */
     sim.cuCtxPushCurrent_v2(w.context);
@@ -593,70 +531,67 @@ static void unlocked_right_after_a_download(const char *where) {
           "%s: no copy", where);
     sim.cuCtxPopCurrent_v2(NULL);
     sim.simReportsClear(); /* that copy was ordered after no kernel */
-    need(oo_engine_unlock(w.engine, host), where);
-    oo_host_destroy(host);
+    end_memory(w.engine, host);
     end_device_memory(&w, gradient);
     world_close(&w, where);
 }
 
 CASE(steps_on_a_stream_of_the_caller_on_every_schedule) {
-    for_each_schedule(steps_on_a_stream_of_the_caller, "steps");
+    for_each_schedule(steps_on_a_stream_of_the_caller);
 }
 CASE(training_after_many_samples_on_every_schedule) {
-    for_each_schedule(training_after_many_samples, "samples");
+    for_each_schedule(training_after_many_samples);
 }
 CASE(steps_on_the_default_stream_on_every_schedule) {
-    for_each_schedule(steps_on_the_default_stream, "default stream");
+    for_each_schedule(steps_on_the_default_stream);
 }
-CASE(more_streams_than_entries_on_every_schedule) {
-    for_each_schedule(more_streams_than_entries, "many streams");
-}
+CASE(more_streams_than_entries_on_every_schedule) { for_each_schedule(more_streams_than_entries); }
 CASE(a_kernel_on_a_stream_with_an_old_handle_on_every_schedule) {
-    for_each_schedule(a_kernel_on_a_stream_with_an_old_handle, "old handle");
+    for_each_schedule(a_kernel_on_a_stream_with_an_old_handle);
 }
 CASE(a_copy_over_what_a_stream_that_has_ended_reads_on_every_schedule) {
-    for_each_schedule(a_copy_over_what_a_stream_that_has_ended_reads, "ended stream");
+    for_each_schedule(a_copy_over_what_a_stream_that_has_ended_reads);
 }
 CASE(a_refused_wait_for_a_stream_that_has_ended_on_every_schedule) {
-    for_each_schedule(a_refused_wait_for_a_stream_that_has_ended, "ended stream, refused");
+    for_each_schedule(a_refused_wait_for_a_stream_that_has_ended);
 }
 CASE(masters_written_under_a_stream_that_has_ended_on_every_schedule) {
-    for_each_schedule(masters_written_under_a_stream_that_has_ended, "ended stream, masters");
+    for_each_schedule(masters_written_under_a_stream_that_has_ended);
 }
 CASE(dropped_while_a_kernel_reads_on_every_schedule) {
-    for_each_schedule(dropped_while_a_kernel_reads, "drop");
+    for_each_schedule(dropped_while_a_kernel_reads);
 }
 CASE(a_segment_from_a_busy_stream_on_every_schedule) {
-    for_each_schedule(a_segment_from_a_busy_stream, "busy allocator");
+    for_each_schedule(a_segment_from_a_busy_stream);
 }
 CASE(a_second_segment_from_another_stream_on_every_schedule) {
-    for_each_schedule(a_second_segment_from_another_stream, "second segment");
+    for_each_schedule(a_second_segment_from_another_stream);
 }
 CASE(removed_after_uses_on_other_streams_on_every_schedule) {
-    for_each_schedule(removed_after_uses_on_other_streams, "remove");
+    for_each_schedule(removed_after_uses_on_other_streams);
 }
 CASE(removed_with_copies_in_flight_on_every_schedule) {
-    for_each_schedule(removed_with_copies_in_flight, "remove in flight");
+    for_each_schedule(removed_with_copies_in_flight);
 }
 CASE(a_segment_goes_with_another_models_units_on_every_schedule) {
-    for_each_schedule(a_segment_goes_with_another_models_units, "shared segments");
+    for_each_schedule(a_segment_goes_with_another_models_units);
 }
-CASE(through_the_ring_on_every_schedule) { for_each_schedule(through_the_ring, "ring"); }
-CASE(a_large_unit_through_the_ring) { a_large_unit("large unit through the ring"); }
-CASE(a_large_unit_through_the_ring_behind_late_copies) {
+CASE(through_the_ring_on_every_schedule) { for_each_schedule(through_the_ring); }
+CASE(a_large_unit_through_the_ring) {
+    a_large_unit("timed");
     sim.simSetSchedule(SIM_STARVE_COPY, 0);
-    a_large_unit("large unit through the ring, starve-copy");
+    a_large_unit("starve-copy");
 }
 CASE(downloads_to_locked_memory_on_every_schedule) {
-    for_each_schedule(downloads_to_locked_memory, "locked download");
+    for_each_schedule(downloads_to_locked_memory);
 }
-CASE(downloads_through_the_ring) { downloads_of("ring download", RING_DOWNLOAD_BYTES, 0); }
-CASE(downloads_through_the_ring_behind_late_copies) {
+CASE(downloads_through_the_ring) {
+    downloads_of("timed", RING_DOWNLOAD_BYTES, 0);
     sim.simSetSchedule(SIM_STARVE_COPY, 0);
-    downloads_of("ring download, starve-copy", RING_DOWNLOAD_BYTES, 0);
+    downloads_of("starve-copy", RING_DOWNLOAD_BYTES, 0);
 }
 CASE(unlocked_right_after_a_download_on_every_schedule) {
-    for_each_schedule(unlocked_right_after_a_download, "unlock");
+    for_each_schedule(unlocked_right_after_a_download);
 }
 
 CHECK_MAIN(world_prepare)

@@ -11,11 +11,10 @@ static double idle_s; /* at most, between a sweep's last kernel and the end of i
 static void sweep(struct world *w, enum oo_kind kind, int64_t task) {
     for (unsigned i = 0; i < UNITS; i++) {
         struct oo_use use;
-        struct oo_fetched fetched;
         need(acquire_launched(w->engine, w->member[i], w->stream, 0, kind, task, seconds_of(i), 0,
                               &use),
              "acquire");
-        need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
+        use_end(w->engine, &use, w->stream, "release");
     }
     sim.cuCtxPushCurrent_v2(w->context);
     w->engine->driver.cuStreamSynchronize((OOCUstream)w->stream);
@@ -127,8 +126,7 @@ CASE(test_a_measurement_is_given_up_where_it_cannot_end) {
     need(use(&w, 4, OO_BACKWARD), "use");
     w.stream = stream;
     CHECK(w.engine->pace.begin == NULL, "it goes on, on another stream");
-    double end_s;
-    sim.simFinish(&end_s);
+    finish();
     harvest(&w);
     CHECK(oo_plan_seconds(w.engine->plan, w.unit[3]) <= 0, "%.9f s",
           oo_plan_seconds(w.engine->plan, w.unit[3]));
@@ -139,7 +137,6 @@ CASE(test_a_measurement_is_given_up_where_it_cannot_end) {
  * after that; one that was given up is none. */
 CASE(test_each_unit_is_measured_a_few_times) {
     struct world w;
-    double end_s;
     unsigned measured[UNITS] = {0};
     world_open(&w, 400000, -1);
     for (int late = 1; late >= 0; late--) {
@@ -147,9 +144,8 @@ CASE(test_each_unit_is_measured_a_few_times) {
         for (int round = 0; round < (late ? 4 : 6); round++) {
             for (unsigned i = 0; i < 6; i++) {
                 struct oo_use use;
-                struct oo_fetched fetched;
                 need(acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &use), "use");
-                need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+                use_end(w.engine, &use, w.stream, "release");
                 if (late && round == 2 && i == 3)
                     oo__pace_forget(w.engine);
             }
@@ -160,7 +156,7 @@ CASE(test_each_unit_is_measured_a_few_times) {
         for (unsigned i = 0; i < 6; i++)
             CHECK(measured[i] == (late ? 1 : 4), "unit %u is measured %u times", i, measured[i]);
         sim.simHold((OOCUstream)w.stream, 0);
-        sim.simFinish(&end_s);
+        finish();
         harvest(&w);
     }
     world_close(&w, "a few times");
@@ -179,12 +175,11 @@ static void add_span(struct world *w) {
 /* The plan learns even when no caller asks for figures. */
 CASE(test_spans_that_have_ended_are_read_soon) {
     struct world w;
-    double end_s;
     world_open(&w, 400000, -1);
     const struct oo_spans *spans = &w.engine->spans;
     for (unsigned i = 0; i < 5 * OO_VISITS_READ; i++) {
         need(use(&w, i % UNITS, OO_FORWARD), "use");
-        sim.simFinish(&end_s);
+        finish();
         CHECK(spans->tail - spans->head <= OO_VISITS_READ, "%llu spans are left",
               (unsigned long long)(spans->tail - spans->head));
     }
@@ -198,14 +193,13 @@ CASE(test_spans_that_have_ended_are_read_soon) {
 CASE(test_spans_are_seldom_asked_whether_they_have_ended) {
     enum { TURNS = 4 * OO_SAMPLED_ONE_IN };
     struct world w;
-    double end_s;
     world_open(&w, 400000, -1);
     const struct oo_spans *spans = &w.engine->spans;
     for (int i = 0; i < 2; i++)
         need(use(&w, 0, OO_FORWARD), "use");
     CHECK(w.engine->pace.begin != NULL, "nothing is measured");
     oo__pace_forget(w.engine);
-    sim.simFinish(&end_s);
+    finish();
     harvest(&w);
     CHECK(spans->head == spans->tail, "spans are left");
     sim.cuCtxPushCurrent_v2(w.context);
@@ -225,7 +219,7 @@ CASE(test_spans_are_seldom_asked_whether_they_have_ended) {
               (unsigned long long)asked);
     }
     sim.cuCtxPopCurrent_v2(NULL);
-    sim.simFinish(&end_s);
+    finish();
     world_close(&w, "asked");
 }
 

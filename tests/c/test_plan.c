@@ -67,14 +67,18 @@ static void flux(struct model *m, size_t hidden, int checkpointed) {
     flux_of(m, 1, hidden, checkpointed);
 }
 
+static void add_segment(struct oo_plan *plan, uintptr_t address, size_t bytes) {
+    struct oo_segment *segment;
+    CHECK(oo_arena_add(oo_plan_arena(plan), address, bytes, 0, 0, &segment) == OO_OK, "segment");
+}
+
 static struct oo_plan *plan_of(const struct model *m, size_t capacity) {
     struct oo_plan *plan;
-    struct oo_segment *segment;
     uint32_t unit;
     CHECK(oo_plan_create(&plan) == OO_OK, "plan");
     for (unsigned i = 0; i < m->n; i++)
         CHECK(oo_plan_unit_add(plan, m->bytes[i], &unit) == OO_OK && unit == i, "unit %u", i);
-    CHECK(oo_arena_add(oo_plan_arena(plan), 1 << 20, capacity, 0, 0, &segment) == OO_OK, "segment");
+    add_segment(plan, 1 << 20, capacity);
     return plan;
 }
 
@@ -111,6 +115,15 @@ static struct outcome run(struct oo_plan *plan, const struct model *m, const str
         }
     }
     return outcome;
+}
+
+/* The last of so many times. */
+static struct outcome repeat(struct oo_plan *plan, const struct model *m,
+                             const struct visit *visits, unsigned n, unsigned times) {
+    struct outcome last = {0, 0};
+    while (times-- > 0)
+        last = run(plan, m, visits, n);
+    return last;
 }
 
 static size_t x_min(const struct model *m, size_t capacity) {
@@ -207,7 +220,6 @@ CASE(test_units_created_in_another_order_than_they_run) {
 /* Homes go through all segments; what is left over at the ends of segments is not lost. */
 CASE(test_several_segments_are_nearly_as_good_as_one) {
     static struct model m;
-    struct oo_segment *segment;
     unsigned moved;
     flux(&m, 3072, 1);
     for (int percent = 20; percent <= 80; percent += 20) {
@@ -217,9 +229,7 @@ CASE(test_several_segments_are_nearly_as_good_as_one) {
         CHECK(moved == 0, "%d%%: %u units moved", percent, moved);
         /* The arena grows while training goes on: places are assigned again. */
         for (unsigned i = 1; i < 3; i++)
-            CHECK(oo_arena_add(oo_plan_arena(plan), (uintptr_t)i << 40, aligned(capacity / 4), 0, 0,
-                               &segment) == OO_OK,
-                  "segment");
+            add_segment(plan, (uintptr_t)i << 40, aligned(capacity / 4));
         const struct outcome o = settle(plan, &m, 6, &moved);
         CHECK(o.bytes < half.bytes && o.bytes <= x_min(&m, capacity) / 100 * 105,
               "%d%%: %zu bytes, bound %zu", percent, o.bytes, x_min(&m, capacity));
@@ -232,7 +242,6 @@ CASE(test_several_segments_are_nearly_as_good_as_one) {
  * first one. */
 CASE(test_a_difference_is_nearly_as_good_as_one_segment) {
     static struct model m;
-    struct oo_segment *segment;
     unsigned moved;
     for (int hidden = 1024; hidden <= 3072; hidden += 1024) {
         flux(&m, (size_t)hidden, 1);
@@ -242,9 +251,7 @@ CASE(test_a_difference_is_nearly_as_good_as_one_segment) {
             const size_t difference = needed > 2 * m.largest ? needed : 2 * m.largest;
             struct oo_plan *plan = plan_of(&m, before), *one = plan_of(&m, before + difference);
             settle(plan, &m, 3, &moved);
-            CHECK(oo_arena_add(oo_plan_arena(plan), (uintptr_t)1 << 40, difference, 0, 0,
-                               &segment) == OO_OK,
-                  "segment");
+            add_segment(plan, (uintptr_t)1 << 40, difference);
             const struct outcome grown = settle(plan, &m, 6, &moved),
                                  whole = settle(one, &m, 6, &moved);
             printf("%d wide, %d%% offloaded: %+.2f units\n", hidden, percent,
@@ -273,8 +280,7 @@ CASE(test_places_close_up_when_units_are_removed) {
     }
     const size_t capacity = aligned(m.total / 2);
     struct oo_plan *plan = plan_of(&both, capacity);
-    for (int step = 0; step < 3; step++)
-        run(plan, &both, both.step, both.n_visits);
+    repeat(plan, &both, both.step, both.n_visits, 3);
     for (uint32_t unit = m.n; unit < both.n; unit++) {
         oo_plan_drop(plan, unit);
         oo_plan_unit_remove(plan, unit);
@@ -369,13 +375,28 @@ static struct step timed_round(struct oo_plan *plan, const struct model *m, stru
     return timed_round_of(plan, m, c, n, kernels_s);
 }
 
+/* The last of so many. */
+static struct step timed_rounds(struct oo_plan *plan, const struct model *m, struct clocks *c,
+                                unsigned n, unsigned times) {
+    struct step last = {0, 0};
+    while (times-- > 0)
+        last = timed_round(plan, m, c, n);
+    return last;
+}
+
+/* What was measured of the link, and of all units. */
+static void know(struct oo_plan *plan, const struct model *m, double seconds_per_byte) {
+    for (unsigned unit = 0; unit < m->n; unit++)
+        oo_plan_took(plan, unit, (double)m->bytes[unit] * seconds_per_byte);
+    oo_plan_copied(plan, 0, 3000, 3000.0 / LINK_BPS);
+}
+
 /* The last of some steps. */
 static struct step timed_step_of(struct oo_plan *plan, const struct model *m) {
     static struct clocks c;
     struct step last = {0, 0};
     c = (struct clocks){0};
-    for (int step = 0; step < 5; step++)
-        last = timed_round(plan, m, &c, m->n_visits);
+    last = timed_rounds(plan, m, &c, m->n_visits, 5);
     oo_plan_destroy(plan);
     return last;
 }
@@ -387,9 +408,7 @@ static struct step timed_step(const struct model *m, size_t capacity) {
 /* In an arena of two segments. */
 static struct step timed_step_in_two(const struct model *m, size_t first, size_t second) {
     struct oo_plan *plan = plan_of(m, first);
-    struct oo_segment *segment;
-    CHECK(oo_arena_add(oo_plan_arena(plan), (uintptr_t)1 << 40, second, 0, 0, &segment) == OO_OK,
-          "segment");
+    add_segment(plan, (uintptr_t)1 << 40, second);
     return timed_step_of(plan, m);
 }
 
@@ -556,16 +575,12 @@ CASE(test_samples_stream_through_a_ring) {
         for (int known = 0; known < 2; known++) {
             const size_t capacity = aligned(m.total / 100 * (size_t)percent);
             struct oo_plan *plan = plan_of(&m, capacity - 4 * m.largest);
-            struct oo_segment *segment;
-            CHECK(oo_arena_add(oo_plan_arena(plan), (uintptr_t)1 << 40, 4 * m.largest, 0, 0,
-                               &segment) == OO_OK,
-                  "segment");
+            add_segment(plan, (uintptr_t)1 << 40, 4 * m.largest);
             for (unsigned unit = 0; known && unit < m.n; unit++)
                 oo_plan_took(plan, unit, (double)m.bytes[unit] / 1e9);
             if (known)
                 oo_plan_copied(plan, 0, 3000, 1e-6);
-            for (int sweep = 0; sweep < 12; sweep++)
-                run(plan, &m, m.step, m.n);
+            repeat(plan, &m, m.step, m.n, 12);
             size_t streak = 0, longest = 0, bytes = 0;
             for (unsigned i = 0; i < m.n; i++) {
                 const struct outcome o = run(plan, &m, m.step + i, 1);
@@ -603,10 +618,8 @@ static void many_samples(double seconds_per_byte) {
     const size_t capacity = aligned(m.total / 2), missing = m.total - capacity;
     struct oo_plan *plan = plan_of(&m, capacity);
     const int pays = seconds_per_byte < 1e-9;
-    for (unsigned unit = 0; seconds_per_byte > 0 && unit < m.n; unit++)
-        oo_plan_took(plan, unit, (double)m.bytes[unit] * seconds_per_byte);
     if (seconds_per_byte > 0)
-        oo_plan_copied(plan, 0, 3000, 3000.0 / LINK_BPS);
+        know(plan, &m, seconds_per_byte);
     for (int preview = 0; preview < 3; preview++) {
         for (int step = 0; step < 6; step++) {
             const struct outcome o = run(plan, &m, m.step, m.n_visits);
@@ -777,14 +790,11 @@ CASE(test_seconds_that_training_makes_known_move_nobody) {
         struct oo_plan *plan = plan_of(&m, capacity);
         c = (struct clocks){0};
         oo_plan_copied(plan, 0, 3000, 3000.0 / LINK_BPS);
-        for (int sample = 0; sample < 4; sample++)
-            timed_round(plan, &m, &c, m.n);
+        timed_rounds(plan, &m, &c, m.n, 4);
         for (unsigned unit = 0; unit + 1 < m.n; unit++)
             oo_plan_took(plan, unit, 0.2 * (double)m.bytes[unit] / LINK_BPS);
-        for (int step = 0; step < 5; step++)
-            timed_round(plan, &m, &c, m.n_visits);
-        for (int sample = 0; sample < 6; sample++)
-            timed_round(plan, &m, &c, m.n);
+        timed_rounds(plan, &m, &c, m.n_visits, 5);
+        timed_rounds(plan, &m, &c, m.n, 6);
         const double bytes = (double)timed_round(plan, &m, &c, m.n_visits).bytes;
         const double ratio = bytes / (double)x_min(&m, capacity);
         CHECK(ratio <= 1.05, "%d%% resident: the step after samples takes %.3f of the least",
@@ -819,11 +829,8 @@ CASE(test_a_ring_shrinks_once_the_seconds_are_known) {
     for (int segments = 1; segments <= 2; segments++) {
         const size_t capacity = aligned(m.total / 4), added = segments == 2 ? capacity / 2 : 0;
         struct oo_plan *plan = plan_of(&m, capacity - added);
-        struct oo_segment *segment;
         if (added)
-            CHECK(oo_arena_add(oo_plan_arena(plan), (uintptr_t)1 << 40, added, 0, 0, &segment) ==
-                      OO_OK,
-                  "segment");
+            add_segment(plan, (uintptr_t)1 << 40, added);
         size_t before = 0, after = 0, loaded = 0;
         for (size_t sample = 0; sample < 16; sample++) {
             const struct outcome o = run(plan, &m, m.step, m.n);
@@ -834,10 +841,8 @@ CASE(test_a_ring_shrinks_once_the_seconds_are_known) {
             loaded += sample > 4 ? after : 0;
             CHECK(sample < 4 || loaded <= (sample - 4) * before + 2 * m.largest,
                   "until sample %zu: %zu bytes, %zu each before", sample, loaded, before);
-            for (unsigned unit = 0; sample == 4 && unit < m.n; unit++)
-                oo_plan_took(plan, unit, 9.0 * (double)m.bytes[unit] / LINK_BPS);
             if (sample == 4)
-                oo_plan_copied(plan, 0, 3000, 3000.0 / LINK_BPS);
+                know(plan, &m, 9.0 / LINK_BPS);
         }
         CHECK(after + m.largest <= before, "%zu bytes, %zu before", after, before);
         oo_plan_destroy(plan);
@@ -934,8 +939,7 @@ CASE(test_recorded_forwards_tell_training_from_samples) {
                           (double)o.bytes / least);
                 }
                 struct outcome last = {0, 0};
-                for (unsigned sweep = 0; sweep < samples[preview]; sweep++)
-                    last = run(plan, &m, m.step, m.n);
+                last = repeat(plan, &m, m.step, m.n, samples[preview]);
                 CHECK(last.bytes <= m.total - capacity + 5 * m.largest && last.late == 0,
                       "%d%%, preview %zu: a sweep loads %zu bytes, %u late", percent, preview,
                       last.bytes, last.late);
@@ -1029,16 +1033,11 @@ CASE(test_forwards_that_break_off_bind_nobody) {
             const size_t capacity = aligned(m.total / 100 * (size_t)percent);
             struct oo_plan *plan = plan_of(&m, capacity);
             struct outcome last = {0, 0};
-            for (int step = 0; step < 4; step++)
-                run(plan, &m, training.step, m.n_visits);
-            for (unsigned n = 0; n < cases[i].samples; n++)
-                run(plan, &m, m.step, m.n);
-            for (unsigned n = 0; n < cases[i].broken; n++)
-                run(plan, &m, training.step, m.n / 2);
-            for (unsigned n = 0; n < cases[i].after; n++)
-                run(plan, &m, m.step, m.n);
-            for (int step = 0; step < 8; step++)
-                last = run(plan, &m, training.step, m.n_visits);
+            repeat(plan, &m, training.step, m.n_visits, 4);
+            repeat(plan, &m, m.step, m.n, cases[i].samples);
+            repeat(plan, &m, training.step, m.n / 2, cases[i].broken);
+            repeat(plan, &m, m.step, m.n, cases[i].after);
+            last = repeat(plan, &m, training.step, m.n_visits, 8);
             printf("%d%%, case %zu: %.3f X_min\n", percent, i,
                    (double)last.bytes / (double)x_min(&m, capacity));
             CHECK((double)last.bytes <= 1.06 * (double)x_min(&m, capacity),
@@ -1063,10 +1062,8 @@ CASE(test_steps_are_what_they_were_before_samples) {
                 struct outcome before = {0, 0}, after = {0, 0};
                 /* The last third of the units is sampled alone. */
                 const struct visit *encoder = other.step + m.n - m.n / 3;
-                for (int step = 0; step < 5; step++)
-                    before = run(plan, &other, other.step, m.n_visits);
-                for (int sample = 0; sample < 30; sample++)
-                    run(plan, &other, other.step, m.n);
+                before = repeat(plan, &other, other.step, m.n_visits, 5);
+                repeat(plan, &other, other.step, m.n, 30);
                 for (int sample = 0; others && sample < (others == 1 ? 4 : 30); sample++)
                     run(plan, &other, encoder, m.n / 3);
                 for (int step = 0; step < 6; step++) {
@@ -1091,15 +1088,13 @@ CASE(test_training_takes_as_long_after_samples) {
         struct step before = {0, 0}, after = {0, 0};
         c = (struct clocks){0};
         for (int preview = 0; preview < 3; preview++) {
-            for (int step = 0; step < 4; step++)
-                after = timed_round(plan, &m, &c, m.n_visits);
+            after = timed_rounds(plan, &m, &c, m.n_visits, 4);
             before = preview ? before : after;
             printf("%d%% resident, preview %d: %.3f s, %zu bytes\n", percent, preview,
                    after.seconds, after.bytes);
             CHECK(after.seconds <= 1.002 * before.seconds, "%d%%: %.4f s, %.4f s before", percent,
                   after.seconds, before.seconds);
-            for (int sweep = 0; sweep < 4; sweep++)
-                timed_round(plan, &m, &c, m.n);
+            timed_rounds(plan, &m, &c, m.n, 4);
         }
         oo_plan_destroy(plan);
     }
@@ -1188,10 +1183,8 @@ CASE(test_rounds_within_a_round) {
     struct oo_plan *plan = plan_of(&m, capacity);
     for (int known = 0; known < 2; known++)
         for (int preview = 0; preview < 3; preview++) {
-            for (unsigned unit = 0; known && unit < m.n; unit++)
-                oo_plan_took(plan, unit, (double)m.bytes[unit] * 0.9e-9);
             if (known)
-                oo_plan_copied(plan, 0, 3000, 3000.0 / LINK_BPS);
+                know(plan, &m, 0.9e-9);
             for (int step = 0; step < 4; step++)
                 run(plan, &m, training, 2 * DENOISER);
             for (int picture = 0; picture < 4; picture++) {
@@ -1232,8 +1225,7 @@ CASE(test_a_unit_that_is_used_twice_in_a_round) {
             CHECK(preview + i <= 1 || o.bytes <= x_min(&m, capacity) + 5 * m.largest, "%zu units",
                   o.bytes / OO_ALIGNMENT);
         }
-        for (int sample = 0; sample < 6; sample++)
-            run(plan, &m, step, n_forward);
+        repeat(plan, &m, step, n_forward, 6);
     }
     oo_plan_destroy(plan);
 }
@@ -1256,11 +1248,8 @@ CASE(test_training_begins_after_samples) {
                                    (back_s > copies_s ? back_s : copies_s);
             struct oo_plan *plan = plan_of(&m, capacity);
             c = (struct clocks){0};
-            for (unsigned unit = 0; unit < m.n; unit++)
-                oo_plan_took(plan, unit, 0.2 * (double)m.bytes[unit] / LINK_BPS);
-            oo_plan_copied(plan, 0, 3000, 3000.0 / LINK_BPS);
-            for (int sample = 0; sample < 12; sample++)
-                timed_round(plan, &m, &c, m.n);
+            know(plan, &m, 0.2 / LINK_BPS);
+            timed_rounds(plan, &m, &c, m.n, 12);
             for (int step = 0; step < 4; step++) {
                 const struct step o = timed_round(plan, &m, &c, m.n_visits);
                 const double bytes = (double)o.bytes / least;
@@ -1284,14 +1273,11 @@ CASE(test_a_segment_goes_after_samples_were_spread) {
     const size_t first = aligned(m.total / 5), capacity = aligned(m.total / 2);
     struct oo_plan *plan = plan_of(&m, first);
     struct oo_arena *arena = oo_plan_arena(plan);
-    struct oo_segment *gone = arena->segments, *segment;
-    CHECK(oo_arena_add(arena, (uintptr_t)1 << 40, capacity, 0, 0, &segment) == OO_OK, "segment");
-    for (int step = 0; step < 3; step++)
-        timed_round(plan, &m, &c, m.n_visits);
-    for (int sample = 0; sample < 12; sample++)
-        timed_round(plan, &m, &c, m.n);
-    for (int step = 0; step < 3; step++)
-        timed_round(plan, &m, &c, m.n_visits);
+    struct oo_segment *gone = arena->segments;
+    add_segment(plan, (uintptr_t)1 << 40, capacity);
+    timed_rounds(plan, &m, &c, m.n_visits, 3);
+    timed_rounds(plan, &m, &c, m.n, 12);
+    timed_rounds(plan, &m, &c, m.n_visits, 3);
     for (unsigned unit = 0; unit < m.n; unit++)
         if (oo_plan_resident(plan, unit) && oo_plan_resident(plan, unit)->segment == gone)
             oo_plan_drop(plan, unit);
@@ -1316,10 +1302,8 @@ CASE(test_each_that_leaves_is_told_once) {
     unsigned count = 0;
     flux(&m, 3072, 1);
     struct oo_plan *plan = plan_of(&m, aligned(m.total / 2));
-    for (int step = 0; step < 3; step++)
-        run(plan, &m, m.step, m.n_visits);
-    for (int sample = 0; sample < 12; sample++)
-        run(plan, &m, m.step, m.n);
+    repeat(plan, &m, m.step, m.n_visits, 3);
+    repeat(plan, &m, m.step, m.n, 12);
     CHECK(!oo_plan_next_drop(plan, &unit), "unit %u has to leave before training", unit);
     run(plan, &m, m.step, m.n_visits);
     oo_plan_visit(plan, 0, OO_FORWARD);
@@ -1382,8 +1366,7 @@ CASE(test_a_skipped_or_repeated_unit_costs_little) {
     flux(&m, 3072, 1);
     const size_t capacity = aligned(m.total / 2);
     struct oo_plan *plan = plan_of(&m, capacity);
-    for (int step = 0; step < 3; step++)
-        run(plan, &m, m.step, m.n_visits);
+    repeat(plan, &m, m.step, m.n_visits, 3);
     for (unsigned at = 7; at < m.n_visits; at += m.n_visits / 9) {
         unsigned n = 0;
         for (unsigned i = 0; i < m.n_visits; i++) {
@@ -1485,8 +1468,7 @@ CASE(test_a_wrong_order_is_forgotten) {
     for (unsigned i = 0; i < 2 * m.n_visits; i++)
         oo_plan_visit(plan, (i * 7919) % m.n, (enum oo_kind)(i % 3));
     struct outcome last = run(plan, &m, m.step, m.n_visits);
-    for (int step = 0; step < 2; step++)
-        last = run(plan, &m, m.step, m.n_visits);
+    last = repeat(plan, &m, m.step, m.n_visits, 2);
     CHECK(last.late == 0 && last.bytes * 100 <= x_min(&m, capacity) * 102, "%u late, %zu bytes",
           last.late, last.bytes);
     oo_plan_destroy(plan);
@@ -1733,11 +1715,9 @@ CASE(test_what_is_on_a_disk_has_most_of_the_arena) {
         flux(&m, 3072, way % 3 > 0);
         const size_t capacity = m.total / 100 * (size_t)percent;
         struct oo_plan *plan;
-        struct oo_segment *segment;
         size_t in_memory = 0, largest = 0;
         CHECK(oo_plan_create(&plan) == OO_OK, "plan");
-        CHECK(oo_arena_add(oo_plan_arena(plan), 1 << 20, capacity, 0, 0, &segment) == OO_OK,
-              "segment");
+        add_segment(plan, 1 << 20, capacity);
         add_others(plan, base, m.largest);
         for (unsigned i = 0; i < m.n; i++) {
             uint32_t unit;

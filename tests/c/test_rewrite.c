@@ -110,7 +110,6 @@ CASE(what_is_not_right_goes) {
 CASE(what_somebody_computes_with_is_replaced_afterwards) {
     struct world w;
     struct oo_use use;
-    struct oo_fetched fetched;
     world_open_on_device(&w, ARENA);
     for (int i = 0; i < 2; i++)
         need(step(&w), "step");
@@ -119,7 +118,7 @@ CASE(what_somebody_computes_with_is_replaced_afterwards) {
     CHECK(resident(&w, 3), "dropped under a use");
     rewritten(&w, 3, 1, 1, w.stream);
     CHECK(w.engine->units[w.unit[3]].stale, "trusted");
-    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &use, w.stream, "release");
     const uint64_t stale = stats_of(&w).stale;
     need(use_on(&w, 3, OO_FORWARD, -1, 0, w.stream), "forward");
     CHECK(stats_of(&w).stale == stale + 1, "not copied again");
@@ -138,14 +137,13 @@ CASE(a_step_waits_for_the_copy_and_for_its_readers) {
     for (unsigned n = 0; n < CHECK_COUNT(schedules); n++) {
         struct world w;
         struct oo_use use;
-        struct oo_fetched fetched;
         world_open_on_device(&w, ARENA);
         CHECK(sim.simSetSchedule(schedules[n], 5) == 0, "schedule");
         const uintptr_t other = new_stream(&w);
         /* It comes on another stream's behalf, for which this one has not waited. */
         need(acquire(w.engine, w.member[3], other, 0, OO_FORWARD, -1, 0, &use), "acquire");
         kernel(other, (const void *)use.address, w.bytes[3], 0, 1e-2);
-        need(oo_engine_release(w.engine, use.ticket, other, 0, &fetched), "release");
+        use_end(w.engine, &use, other, "release");
         const uintptr_t address = rewrite(&w, 3, 0, w.stream);
         CHECK(address == use.address, "it is not there");
         step_copy(&w, 3, address, 50, 1e-5, w.stream);
@@ -257,7 +255,7 @@ static void read_in_place(struct world *w, unsigned i, uintptr_t stream, int is_
     CHECK(address != 0, "not mapped");
     kernel(stream, w->master[i], w->bytes[i], 0, 1e-2);
     if (is_lost)
-        sim.simFault("cuEventRecord", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call("cuEventRecord", 1);
     need(oo_engine_unmap(w->engine, w->member[i], stream), "unmap");
     sim.simFaultClear();
 }
@@ -328,16 +326,15 @@ CASE(what_is_refused) {
     uint32_t model, unit, member;
     size_t offset;
     const struct oo_tensor tensor = {.host = w.master[0], .bytes = w.bytes[0]};
-    const uint32_t one = 1;
     need(oo_model_add(w.engine, &model), "model");
-    need(oo_unit_add(w.engine, model, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
+    unit = add_unit(w.engine, model, &tensor, 1, &member, &offset);
     need(oo_model_remove(w.engine, model), "remove");
     CHECK(oo_unit_rewrite(w.engine, unit, NULL, 0, w.stream, &address) == OO_E_ARGUMENT, "gone");
     /* Where the driver fails, nothing is trusted, and the end can be reported. */
     for (int i = 0; i < 2; i++)
         need(step(&w), "step");
     const struct oo_stamp stamp = stamp_of(&w, 3, 0);
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuStreamWaitEvent", 1);
     CHECK(oo_unit_rewrite(w.engine, w.unit[3], &stamp, 1, w.stream, &address) == OO_E_DRIVER &&
               !address,
           "no error");

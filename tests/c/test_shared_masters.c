@@ -60,8 +60,7 @@ static void read_masters(struct reader *r, unsigned pattern) {
         acquire_launched(r->engine, r->member, r->stream, pattern, OO_FORWARD, -1, 20e-6, 0, &use));
     CHECK(memcmp((const void *)use.address, oo_host_address(r->host), BYTES) == 0, "wrong bytes");
     REPEAT(oo_engine_release(r->engine, use.ticket, r->stream, 0, &fetched));
-    double end_s;
-    sim.simFinish(&end_s);
+    finish();
     /* The test writes the masters next: it waits as an optimizer's user does. */
     REPEAT(oo_engine_refresh(r->engine, OO_ALL_MODELS));
 }
@@ -117,6 +116,22 @@ static void end_of_life(const char *where) {
     CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
 }
 
+/* A life of two engines, each of a device of its own, which read one memory. */
+static struct oo_host *open_readers(struct reader *r) {
+    struct oo_host *host = new_host();
+    failures = leaks = 0;
+    for (int i = 0; i < READERS; i++)
+        open_reader(&r[i], sim.path, i, host, 1);
+    return host;
+}
+
+/* The engine that is left goes, and the memory. */
+static void close_last(struct reader *r, const char *where) {
+    close_reader(r);
+    need(oo_host_destroy(r->host), "host memory");
+    end_of_life(where);
+}
+
 /* ---- one registration ---- */
 
 static void two_devices(int first, const char *where) {
@@ -164,9 +179,7 @@ CASE(test_two_engines_of_one_device_read_one_buffer) {
         CHECK(registrations() == 1, "%llu", (unsigned long long)registrations());
         close_reader(&r[first]);
         read_masters(&r[1 - first], 7);
-        close_reader(&r[1 - first]);
-        need(oo_host_destroy(host), "host memory");
-        end_of_life("one device");
+        close_last(&r[1 - first], "one device");
     }
 }
 
@@ -189,9 +202,7 @@ CASE(test_who_does_not_lock_copies_through_the_ring) {
         close_reader(&r[first]);
         CHECK(registrations() == 0 && !oo_host_locked(host), "still locked");
         read_masters(&r[1 - first], 11);
-        close_reader(&r[1 - first]);
-        need(oo_host_destroy(host), "host memory");
-        end_of_life("one through the ring");
+        close_last(&r[1 - first], "one through the ring");
     }
 }
 
@@ -223,10 +234,7 @@ CASE(test_destroying_the_memory_unlocks_it_for_all) {
 CASE(test_an_engine_that_comes_back_is_one_of_the_others) {
     for (int first = 0; first < READERS; first++) {
         struct reader r[READERS];
-        struct oo_host *host = new_host();
-        failures = leaks = 0;
-        for (int i = 0; i < READERS; i++)
-            open_reader(&r[i], sim.path, i, host, 1);
+        struct oo_host *host = open_readers(r);
         const uint64_t held = sim.simCallCount("cuDevicePrimaryCtxRetain");
         need(oo_lease_remove(r[first].engine, r[first].lease), "lease");
         need(oo_model_remove(r[first].engine, r[first].model), "model");
@@ -242,9 +250,7 @@ CASE(test_an_engine_that_comes_back_is_one_of_the_others) {
         need(oo_engine_destroy(r[first].engine), "destroy");
         free(r[first].arena);
         read_masters(&r[1 - first], 30);
-        close_reader(&r[1 - first]);
-        need(oo_host_destroy(host), "host memory");
-        end_of_life("comes back");
+        close_last(&r[1 - first], "comes back");
     }
 }
 
@@ -253,20 +259,17 @@ CASE(test_an_engine_that_comes_back_is_one_of_the_others) {
 CASE(test_each_engine_waits_for_its_own_copies) {
     for (int first = 0; first < READERS; first++) {
         struct reader r[READERS];
-        struct oo_host *host = new_host(), *elsewhere = new_host();
-        failures = leaks = 0;
-        for (int i = 0; i < READERS; i++)
-            open_reader(&r[i], sim.path, i, host, 1);
+        struct oo_host *host = open_readers(r);
+        struct oo_host *elsewhere = new_host();
         struct reader *slow = &r[first];
         const struct oo_tensor moved = {.host = oo_host_address(elsewhere), .bytes = BYTES};
         struct oo_use use;
-        struct oo_fetched fetched;
         size_t offset;
         need(oo_engine_lock(slow->engine, elsewhere, OO_ALL_BYTES), "lock");
         kernel((uintptr_t)slow->engine->h2d, NULL, 0, 0, 2e-3); /* in front of the copy */
         need(acquire(slow->engine, slow->member, slow->stream, 0, OO_FORWARD, -1, 0, &use),
              "acquire");
-        need(oo_engine_release(slow->engine, use.ticket, slow->stream, 0, &fetched), "release");
+        use_end(slow->engine, &use, slow->stream, "release");
         need(oo_member_move(slow->engine, slow->member, &moved, 1, &slow->unit, &offset), "move");
         const double began = sim.simNow();
         need(oo_engine_unlock(slow->engine, host), "unlock");
@@ -368,17 +371,16 @@ CASE(test_each_driver_has_a_registration_of_its_own) {
 
 /* ---- failures ---- */
 
-/* Returns how many of these calls (NULL: of any) the life makes; the n-th fails. */
-static uint64_t life(const char *call, uint64_t nth, int first) {
+/* Returns how many calls the life makes; the n-th fails. */
+static uint64_t life(uint64_t nth, int first) {
     struct reader r[READERS];
     struct oo_host *host = new_host();
     char where[64];
-    snprintf(where, sizeof where, "%s %llu fails, %d goes first", call ? call : "call",
-             (unsigned long long)nth, first);
+    snprintf(where, sizeof where, "call %llu fails, %d goes first", (unsigned long long)nth, first);
     failures = leaks = 0;
-    const uint64_t before = sim.simCallCount(call);
+    const uint64_t before = sim.simCallCount(NULL);
     if (nth)
-        sim.simFault(call, nth, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call(NULL, nth);
     for (int i = 0; i < READERS; i++)
         open_reader(&r[i], sim.path, i, host, 1);
     for (int i = 0; i < READERS; i++)
@@ -386,45 +388,29 @@ static uint64_t life(const char *call, uint64_t nth, int first) {
     close_reader(&r[first]);
     read_masters(&r[1 - first], (unsigned)nth + 1);
     close_reader(&r[1 - first]);
-    const uint64_t calls = sim.simCallCount(call) - before;
+    const uint64_t calls = sim.simCallCount(NULL) - before;
     CHECK(registrations() == 0, "%s: still registered", where);
     CHECK(oo_host_destroy(host) == OO_OK, "%s: %s", where, oo_error_message());
     end_of_life(where);
     return calls;
 }
 
-static void fail_each(const char *call, uint64_t stride) {
-    for (int first = 0; first < READERS; first++) {
-        const uint64_t calls = life(call, 0, first);
-        CHECK(calls > 0, "%s: never called", call);
-        for (uint64_t nth = 1; nth <= calls; nth += stride)
-            life(call, nth, first);
-    }
-}
-
-CASE(test_each_call_that_shares_fails_once) {
-    static const char *const calls[] = {"cuMemHostRegister", "cuMemHostUnregister",
-                                        "cuStreamSynchronize", "cuDevicePrimaryCtxRetain",
-                                        "cuDevicePrimaryCtxRelease"};
-    for (unsigned i = 0; i < sizeof calls / sizeof calls[0]; i++)
-        fail_each(calls[i], 1);
-}
-
 /* ORACLE_OFFLOAD_TEST_FAULT_STRIDE thins them out, for the mutation gate. */
 CASE(test_each_call_fails_once) {
     const char *stride = getenv("ORACLE_OFFLOAD_TEST_FAULT_STRIDE");
     const uint64_t step = stride ? strtoull(stride, NULL, 10) : 1;
-    fail_each(NULL, step ? step : 1);
+    for (int first = 0; first < READERS; first++) {
+        const uint64_t calls = life(0, first);
+        for (uint64_t nth = 1; nth <= calls; nth += step ? step : 1)
+            life(nth, first);
+    }
 }
 
 /* A context that is lost takes its registrations with it: nothing is driven, and all is freed. */
 CASE(test_a_lost_context_lets_go_without_the_driver) {
     for (int first = 0; first < READERS; first++) {
         struct reader r[READERS];
-        struct oo_host *host = new_host();
-        failures = leaks = 0;
-        for (int i = 0; i < READERS; i++)
-            open_reader(&r[i], sim.path, i, host, 1);
+        struct oo_host *host = open_readers(r);
         for (int i = 0; i < READERS; i++) {
             need(oo_lease_remove(r[i].engine, r[i].lease), "lease");
             need(oo_model_remove(r[i].engine, r[i].model), "model");
@@ -451,10 +437,7 @@ CASE(test_a_lost_context_lets_go_without_the_driver) {
 /* Nor is the maker's context released, which was left to the others. */
 CASE(test_a_lost_context_releases_no_other) {
     struct reader r[READERS];
-    struct oo_host *host = new_host();
-    failures = leaks = 0;
-    for (int i = 0; i < READERS; i++)
-        open_reader(&r[i], sim.path, i, host, 1);
+    struct oo_host *host = open_readers(r);
     close_reader(&r[0]);
     need(oo_lease_remove(r[1].engine, r[1].lease), "lease");
     need(oo_model_remove(r[1].engine, r[1].model), "model");

@@ -444,7 +444,6 @@ CASE(a_hang_is_reported_and_returns) {
               "wait graph:\n%s", text);
         OK(cu.simHold(copies, 0));
         OK(cu.cuStreamSynchronize(compute));
-        OK(cu.cuMemFree(device));
         sim_test_end();
     }
 }
@@ -621,9 +620,6 @@ CASE(a_race_behind_a_query_is_reported_where_it_said_not_ready) {
               schedule_names[schedule], answer);
         answers |= answer == OOCU_SUCCESS ? 1 : 2;
         OK(cu.cuStreamSynchronize(stream));
-        OK(cu.cuStreamDestroy(stream));
-        OK(cu.cuMemFreeHost(host));
-        OK(cu.cuMemFree(device));
         sim_test_end();
     }
     CHECK(answers == 3, "one answer on all schedules: nothing was shown");

@@ -161,7 +161,6 @@ static void threads_work(int schedule, int strict) {
     CHECK(atomic_load(&host_calls) == 50, "%d host functions", atomic_load(&host_calls));
     CHECK(reports_of("race:") == 0, "threads with their own memory were accused");
     print_reports();
-    OK(cu.cuStreamDestroy(stream));
     sim_test_end();
 }
 

@@ -72,15 +72,6 @@ static void two_layer_step(int schedule) {
           (unsigned long long)stats.host_waits);
     CHECK(cu.simReportCount() == 0, "%s: a correct step was accused", schedule_names[schedule]);
     print_reports();
-    for (int i = 0; i < 2; i++) {
-        OK(cu.cuEventDestroy(ready[i]));
-        OK(cu.cuEventDestroy(done[i]));
-    }
-    OK(cu.cuEventDestroy(begin));
-    OK(cu.cuStreamDestroy(h2d));
-    OK(cu.cuStreamDestroy(compute));
-    OK(cu.cuMemFree(slot));
-    OK(cu.cuMemFreeHost(master));
     sim_test_end();
 }
 
@@ -345,12 +336,6 @@ CASE(late_submission) {
     OK(cu.cuStreamSynchronize(compute));
     OK(cu.simGetStats(&stats));
     CHECK(stats.compute_busy_s > 0.9e-3 && stats.h2d_busy_s > 1.9 * cost_s, "not all has run");
-    OK(cu.cuEventDestroy(first));
-    OK(cu.cuEventDestroy(second));
-    OK(cu.cuStreamDestroy(copies));
-    OK(cu.cuStreamDestroy(compute));
-    OK(cu.cuMemFree(device));
-    OK(cu.cuMemFreeHost(host));
     sim_test_end();
     OK(cu.simSubmitsLate(&late));
     CHECK(late == 0, "a reset ends it");
@@ -377,8 +362,6 @@ CASE(kernels_overlap_where_they_are_told_to) {
             OK(cu.simLaunch(streams[0], NULL, 0, NULL, 0, 1e-3));
         OK(cu.simFinish(&end_s));
         near(end_s - start_s, 2e-3, "one stream");
-        for (int i = 0; i < STREAMS; i++)
-            OK(cu.cuStreamDestroy(streams[i]));
         sim_test_end();
     }
 }

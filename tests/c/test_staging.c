@@ -5,9 +5,7 @@
 #include "world.h"
 
 static void begin(struct world *w) {
-    world_coded = 1;
-    world_open(w, 400000, -1);
-    world_coded = 0;
+    world_open_coded(w, 400000, -1);
     sim.cuCtxPushCurrent_v2(w->context);
 }
 
@@ -119,7 +117,7 @@ CASE(what_could_not_be_copied_is_not_decoded) {
     struct world w;
     begin(&w);
     const uint64_t launches = sim.simCallCount("cuLaunchKernel");
-    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuMemcpyHtoDAsync", 1);
     CHECK(use(&w, 1, OO_FORWARD) == OO_E_DRIVER, "no failure");
     CHECK(sim.simCallCount("cuLaunchKernel") == launches, "decoded");
     CHECK(stats_of(&w).h2d_bytes == 0 && stats_of(&w).decodes == 0, "counted");
@@ -140,7 +138,7 @@ CASE(a_piece_that_cannot_be_had_is_free_again) {
     for (int i = 0; i < 2; i++) {
         struct oo_failure failure = {0};
         w.engine->decoder.free_first->lost = 1;
-        sim.simFault(calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call(calls[i], 1);
         CHECK(!oo__piece_take(w.engine, &part, &failure) && !strcmp(failure.call, calls[i]),
               "%s cannot fail", calls[i]);
         sim.simFaultClear();
@@ -173,7 +171,7 @@ CASE(a_piece_is_lost_where_its_decode_has_no_mark) {
         struct oo_staging_piece *piece = take(&w, part->bytes);
         w.engine->driver.cuMemcpyHtoDAsync(piece->address, part->host, part->bytes, w.engine->h2d);
         piece->lost = 0;
-        sim.simFault(rows[i].call, (uint64_t)rows[i].nth, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call(rows[i].call, (uint64_t)rows[i].nth);
         const int works =
             oo__piece_decode(w.engine, part, target + part->offset, piece, &untimed, &failure);
         sim.simFaultClear();
@@ -243,12 +241,9 @@ static void remove_there(void *argument) {
 /* Use the first unit: copy threads come to a decode of what is next, and stay there while `shut`.
  */
 static void decode_ahead(struct world *w) {
-    struct oo_use first;
-    struct oo_fetched fetched;
-    need(acquire(w->engine, w->member[0], w->stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
-    need(oo_engine_launch(w->engine, w->member[0], w->stream, 1e-6), "launch");
+    const struct oo_use first = use_begin(w->engine, w->member[0], w->stream, 1e-6, "acquire");
     shut = 1;
-    need(oo_engine_release(w->engine, first.ticket, w->stream, 0, &fetched), "release");
+    use_end(w->engine, &first, w->stream, "release");
     for (int i = 0; i < 5000 && !launched; i++)
         nap(1e-3);
     CHECK(launched > 0, "nothing is decoded ahead");
@@ -290,9 +285,7 @@ CASE(a_unit_that_is_decoded_still_loses_its_place_afterwards) {
     struct world w;
     world_sizes(memset(&w, 0, sizeof w));
     sim.simRefuseRegistration(1);
-    world_coded = 1;
-    world_open(&w, w.largest, -1);
-    world_coded = 0;
+    world_open_coded(&w, w.largest, -1);
     watch(&w);
     decode_ahead(&w);
     struct oo_thread *thread = oo__thread_start(use_the_largest, &w);
@@ -312,7 +305,7 @@ CASE(decodes_are_loose_until_they_are_waited_for) {
     oo__mutex_lock(w.engine->mutex);
     for (int i = 0; i < 2; i++) {
         w.engine->decoder.loose = 1;
-        sim.simFault(calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call(calls[i], 1);
         CHECK(oo__decodes_settle(w.engine) == OO_E_DRIVER, "%s cannot fail", calls[i]);
         sim.simFaultClear();
         const uint64_t waits = sim.simCallCount("cuStreamWaitEvent");

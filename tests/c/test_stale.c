@@ -7,7 +7,7 @@ static void continue_while_held(struct world *w, uint64_t first) {
     need(acquire(w->engine, w->member[3], w->stream, 0, OO_RECOMPUTE, 1, 0, &again), "joins in");
     need(oo_engine_release(w->engine, first, w->stream, 0, &fetched), "release");
     CHECK(oo_plan_resident(w->engine->plan, w->unit[3]) != NULL, "dropped under a use");
-    need(oo_engine_release(w->engine, again.ticket, w->stream, 0, &fetched), "release");
+    use_end(w->engine, &again, w->stream, "release");
     CHECK(oo_plan_resident(w->engine->plan, w->unit[3]) == NULL, "not dropped after the last use");
 }
 
@@ -16,17 +16,15 @@ CASE(test_a_master_is_hashed_once_in_a_sweep) {
     world_open(&w, 400000, -1);
     for (int i = 0; i < 2; i++)
         need(step(&w), "step");
-    double end_s;
-    sim.simFinish(&end_s); /* no copy reads the masters any more */
+    finish(); /* no copy reads the masters any more */
     uint64_t stale = stats_of(&w).stale;
     /* Inside one task the second use trusts the first; the hash is not paid again. */
     need(use_on(&w, 3, OO_RECOMPUTE, 7, 0, w.stream), "recompute");
     need(use_on(&w, 4, OO_RECOMPUTE, 7, 0, w.stream), "recompute");
     w.master[3][0] ^= 1;
     struct oo_use use;
-    struct oo_fetched fetched;
     need(acquire(w.engine, w.member[3], w.stream, 0, OO_BACKWARD, 7, 0, &use), "backward");
-    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &use, w.stream, "release");
     CHECK(stats_of(&w).stale == stale, "hashed twice in a sweep");
     /* Another task is another sweep. */
     need(use_on(&w, 3, OO_RECOMPUTE, 8, 0, w.stream), "next task");
@@ -54,11 +52,10 @@ CASE(test_a_master_is_hashed_once_in_a_sweep) {
 /* Fingerprints are compared at a member's first use after each turn, of one graph task too. */
 CASE(test_each_turn_between_forward_and_task_begins_a_sweep) {
     struct world w;
-    double end_s;
     world_open(&w, 400000, -1);
     need(use(&w, 3, OO_RECOMPUTE), "recompute");
     need(use(&w, 5, OO_FORWARD), "a forward in between, of another unit");
-    sim.simFinish(&end_s);
+    finish();
     fill(w.master[3], w.bytes[3], 77);
     need(use(&w, 3, OO_BACKWARD), "the same task");
     CHECK(stats_of(&w).stale == 1, "%llu stale hits", (unsigned long long)stats_of(&w).stale);
@@ -70,9 +67,8 @@ enum { UNSEEN = 8840 }; /* a byte of unit 4 that a glance does not see, and a sa
 /* Its bytes are the master's, and so many copies were refused since `before`. */
 static void right_after(struct world *w, unsigned i, uint64_t stamp, uint64_t *before,
                         unsigned refused, const char *what) {
-    double end_s;
     need(use_on(w, i, OO_FORWARD, -1, stamp, w->stream), what);
-    sim.simFinish(&end_s);
+    finish();
     const uint64_t stale = stats_of(w).stale;
     CHECK(stale == *before + refused, "%s: %llu refused, not %u", what,
           (unsigned long long)(stale - *before), refused);
@@ -144,17 +140,16 @@ CASE(test_a_copy_glances_at_what_a_use_has_read) {
 /* Weights that are swapped for a while (an EMA) are copied ahead, not used, and swapped back. */
 CASE(test_a_copy_of_weights_that_were_there_for_a_while) {
     struct world w;
-    double end_s;
     world_open(&w, 400000, -1);
     need(use(&w, 4, OO_FORWARD), "first");
     need(oo_engine_refresh(w.engine, w.model), "refresh");
-    sim.simFinish(&end_s);
+    finish();
     char *own = malloc(w.bytes[4]);
     memcpy(own, w.master[4], w.bytes[4]);
     fill(w.master[4], w.bytes[4], 99);
     need(use(&w, 3, OO_FORWARD), "the one before");
     CHECK(oo_plan_resident(w.engine->plan, w.unit[4]) != NULL, "not fetched ahead");
-    sim.simFinish(&end_s);
+    finish();
     memcpy(w.master[4], own, w.bytes[4]);
     uint64_t stale = 0;
     right_after(&w, 4, 0, &stale, 1, "swapped back");
@@ -166,21 +161,16 @@ CASE(test_a_copy_of_weights_that_were_there_for_a_while) {
 CASE(test_a_change_of_a_few_bytes_is_seen) {
     enum { BYTES = 40 };
     struct world w;
-    uint32_t unit, member;
+    uint32_t member;
     size_t offset;
-    const uint32_t one = 1;
     world_open(&w, 250000, -1);
     const struct oo_tensor tensor = {.host = w.master[4], .bytes = BYTES};
-    need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
+    add_unit(w.engine, w.model, &tensor, 1, &member, &offset);
     for (unsigned i = 0; i < BYTES; i++) {
-        struct oo_use use;
-        struct oo_fetched fetched;
-        double end_s;
-        need(acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-        need(oo_engine_launch(w.engine, member, w.stream, 1e-6), "launch");
+        const struct oo_use use = use_begin(w.engine, member, w.stream, 1e-6, "acquire");
         CHECK(memcmp((const void *)use.address, w.master[4], BYTES) == 0, "byte %u is old", i - 1);
-        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
-        sim.simFinish(&end_s);
+        use_end(w.engine, &use, w.stream, "release");
+        finish();
         w.master[4][i] ^= 1;
     }
     world_close(&w, "a few bytes");
@@ -211,8 +201,7 @@ CASE(test_only_a_recorded_forward_ends_the_hold) {
 /* The unit's bytes on the device are its master's; `what` has just used it. */
 static void has_the_masters_bytes(struct world *w, unsigned i, const char *what) {
     const struct oo_block *block = oo_plan_resident(w->engine->plan, w->unit[i]);
-    double end_s;
-    sim.simFinish(&end_s);
+    finish();
     CHECK(block && memcmp((const void *)oo_block_address(block), w->master[i], w->bytes[i]) == 0,
           "%s: old bytes", what);
 }
@@ -225,7 +214,6 @@ static enum oo_status train(struct world *w, unsigned i) {
 CASE(test_a_row_written_between_validations_is_seen) {
     struct world w;
     struct oo_use held;
-    struct oo_fetched fetched;
     world_open(&w, 400000, 4);
     need(step(&w), "step");
     need(oo_engine_hold(w.engine), "hold");
@@ -266,18 +254,18 @@ CASE(test_a_row_written_between_validations_is_seen) {
     }
     need(oo_engine_resume(w.engine), "resume");
     CHECK(oo_plan_resident(w.engine->plan, w.unit[4]) != NULL, "dropped in use");
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &held, w.stream, "release");
     /* Where the copy cannot be dropped it is not trusted. */
     need(oo_engine_hold(w.engine), "hold");
     need(use(&w, 4, OO_FORWARD), "validation");
     need(use(&w, 3, OO_FORWARD), "another");
     need(use(&w, 3, OO_FORWARD), "a sweep begins");
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuStreamWaitEvent", 1);
     need(oo_engine_resume(w.engine), "resume");
     CHECK(w.engine->units[w.unit[4]].stale, "trusted");
     need(oo_engine_hold(w.engine), "hold");
     need(use(&w, 4, OO_FORWARD), "validation");
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuStreamWaitEvent", 1);
     CHECK(use(&w, 4, OO_FORWARD) == OO_E_DRIVER, "no error");
     need(use(&w, 4, OO_FORWARD), "again");
     world_close(&w, "validations");
@@ -297,9 +285,8 @@ CASE(test_a_validation_copies_a_unit_of_two_members_once) {
     const uint64_t late = stats_of(&w).late;
     for (int i = 0; i < 6; i++) {
         struct oo_use held;
-        struct oo_fetched fetched;
         need(acquire(w.engine, members[i % 2], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-        need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+        use_end(w.engine, &held, w.stream, "release");
     }
     CHECK(stats_of(&w).late == late + 3, "%llu copies in three passes",
           (unsigned long long)(stats_of(&w).late - late));
@@ -329,8 +316,7 @@ CASE(test_an_acquire_that_fails_is_counted) {
     struct oo_use held;
     world_open(&w, 400000, -1);
     need(use(&w, 3, OO_FORWARD), "use");
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES,
-                 0); /* of the drop of what is stale */
+    fail_call("cuStreamWaitEvent", 1); /* of the drop of what is stale */
     CHECK(acquire(w.engine, w.member[3], w.stream, 1, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "dropped");
     CHECK(stats_of(&w).acquires == 2 && stats_of(&w).stale == 1, "%llu acquires",
@@ -346,10 +332,9 @@ CASE(test_what_is_in_use_becomes_stale) {
     struct oo_fetched fetched;
     world_open(&w, 400000, 0);
     for (int how = 0; how < 3; how++) { /* hold is milder: see test_engine.c */
-        double end_s;
         need(oo_engine_resume(w.engine), "resume");
         need(step(&w), "step");
-        sim.simFinish(&end_s);
+        finish();
         need(acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held), "acquire");
         if (how == 0)
             need(oo_engine_refresh(w.engine, w.model), "refresh");
@@ -361,7 +346,7 @@ CASE(test_what_is_in_use_becomes_stale) {
                       &again) == OO_E_STATE &&
                   strstr(oo_error_message(), "rewritten"),
               "%d: %s", how, oo_error_message());
-        need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+        use_end(w.engine, &held, w.stream, "release");
         const uint64_t stale = stats_of(&w).stale;
         for (int i = 0; i < 2; i++) {
             need(use(&w, 3, OO_BACKWARD), "use");
@@ -370,8 +355,7 @@ CASE(test_what_is_in_use_becomes_stale) {
         }
     }
     /* An optimizer will rewrite it: a use that begins now, and joins in, has the old weights. */
-    double end_s;
-    sim.simFinish(&end_s);
+    finish();
     need(acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held), "acquire");
     need(oo_engine_hold(w.engine), "hold");
     const uint64_t never = stats_of(&w).stale;
@@ -380,12 +364,12 @@ CASE(test_what_is_in_use_becomes_stale) {
         need(use(&w, 3, OO_BACKWARD), "use");
     CHECK(stats_of(&w).stale == never, "stale although it was dropped");
     /* Where it cannot be dropped it stays, and is not trusted. */
-    sim.simFinish(&end_s);
+    finish();
     need(oo_engine_resume(w.engine), "resume");
     need(acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held), "acquire");
     need(oo_engine_hold(w.engine), "hold");
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    fail_call("cuStreamWaitEvent", 1);
+    use_end(w.engine, &held, w.stream, "release");
     const uint64_t before = stats_of(&w).stale;
     need(use(&w, 3, OO_BACKWARD), "use");
     CHECK(stats_of(&w).stale == before + 1, "trusted");

@@ -214,7 +214,6 @@ enum { WAITS, IMPATIENT, HOLDS };
 static void give_back_to(struct late *late, int how, const struct oo_use *uses, unsigned n,
                          enum oo_status refused) {
     const struct world *w = late->w;
-    struct oo_fetched fetched;
     w->engine->patience_s = how == IMPATIENT ? 0.02 : 1e6; /* who is not woken never comes back */
     struct oo_thread *thread = oo__thread_start(acquire_late, late);
     if (how == WAITS) {
@@ -226,7 +225,7 @@ static void give_back_to(struct late *late, int how, const struct oo_use *uses, 
         oo__thread_join(thread);
     }
     for (unsigned k = 0; k < n; k++)
-        need(oo_engine_release(w->engine, uses[k].ticket, w->stream, 0, &fetched), "release");
+        use_end(w->engine, &uses[k], w->stream, "release");
     if (how == WAITS)
         oo__thread_join(thread);
     CHECK(late->nonblocking == (how == HOLDS ? refused : OO_WOULD_BLOCK), "%d: %s", how,
@@ -239,11 +238,10 @@ static void give_back_to(struct late *late, int how, const struct oo_use *uses, 
 static void a_stale_copy_in_use(int how) {
     struct world w;
     struct oo_use use;
-    double end_s;
     world_open(&w, 250000, -1);
     struct late late = {.w = &w, .stream = new_stream(&w), .i = 3, .holds = how == HOLDS};
     need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-    sim.simFinish(&end_s);
+    finish();
     fill(w.master[3], w.bytes[3], 99);
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     give_back_to(&late, how, &use, 1, OO_E_STATE);
@@ -293,7 +291,6 @@ static void acquire_and_release(void *argument) {
 CASE(test_a_unit_in_use_is_shared_at_once) {
     struct world w;
     struct oo_use uses[UNITS];
-    struct oo_fetched fetched;
     world_open(&w, 60000, -1);
     unsigned n = 0, largest = 0;
     size_t in_use = 0;
@@ -310,7 +307,7 @@ CASE(test_a_unit_in_use_is_shared_at_once) {
     CHECK(late.nonblocking == OO_OK && late.status == OO_OK, "%s, %s",
           oo_status_name(late.nonblocking), oo_status_name(late.status));
     for (unsigned k = 0; k < n; k++)
-        need(oo_engine_release(w.engine, uses[k].ticket, w.stream, 0, &fetched), "release");
+        use_end(w.engine, &uses[k], w.stream, "release");
     end_stream(&w, late.stream);
     world_close(&w, "shared");
 }
@@ -363,7 +360,6 @@ CASE(test_room_that_others_compute_in_is_waited_for) {
 static void room_that_another_thread_keeps(int before, int ends) {
     struct world w;
     struct oo_use uses[UNITS], kept[UNITS];
-    struct oo_fetched fetched;
     world_open(&w, 60000, -1);
     const unsigned n = fill_arena(&w, uses);
     struct late late = {.w = &w, .stream = new_stream(&w), .i = n};
@@ -375,7 +371,7 @@ static void room_that_another_thread_keeps(int before, int ends) {
     for (unsigned k = 0; k < n; k++)
         need(oo_engine_keep(w.engine, w.member[k], 0, &kept[k]), "keep");
     for (unsigned k = 0; k < n; k++)
-        need(oo_engine_release(w.engine, uses[k].ticket, w.stream, 0, &fetched), "release");
+        use_end(w.engine, &uses[k], w.stream, "release");
     if (!before)
         thread = oo__thread_start(acquire_late, &late);
     const double until_s = oo__clock_s() + 0.05;
@@ -406,7 +402,6 @@ CASE(test_room_that_another_thread_keeps_is_waited_for) {
 CASE(test_room_that_a_thread_keeps_itself_is_not_waited_for) {
     struct world w;
     struct oo_use uses[UNITS], kept[UNITS], use;
-    struct oo_fetched fetched;
     uintptr_t mapped;
     world_open(&w, 60000, -1);
     const unsigned n = fill_arena(&w, uses);
@@ -416,7 +411,7 @@ CASE(test_room_that_a_thread_keeps_itself_is_not_waited_for) {
     for (unsigned k = 0; k < n; k++)
         need(oo_engine_keep(w.engine, w.member[k], 0, &kept[k]), "keep");
     for (unsigned k = 0; k < n; k++)
-        need(oo_engine_release(w.engine, uses[k].ticket, w.stream, 0, &fetched), "release");
+        use_end(w.engine, &uses[k], w.stream, "release");
     CHECK(acquire(w.engine, w.member[n], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_NO_ROOM,
           "there was room");
     need(oo_engine_unmap(w.engine, w.member[n + 1], w.stream), "unmap");

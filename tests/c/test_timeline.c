@@ -24,70 +24,60 @@ static void check_compute_rows(struct world *w, uint32_t unit, const double (*ex
     oo_trace_free(rows);
 }
 
-static struct oo_use begin_use(struct world *w, uintptr_t stream, double seconds) {
-    struct oo_use use = {0};
-    need(acquire(w->engine, w->member[0], stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-    need(oo_engine_launch(w->engine, w->member[0], stream, seconds), "launch");
-    return use;
-}
-
-static void end_use(struct world *w, const struct oo_use *use, uintptr_t stream) {
-    struct oo_fetched fetched;
-    need(oo_engine_release(w->engine, use->ticket, stream, 0, &fetched), "release");
-}
-
 /* Streams that share a unit have a row each, from where they begin with it to where they end. */
 CASE(test_each_stream_has_its_own_row_of_a_unit_in_the_timeline) {
     struct world w;
-    double end_s;
     world_open(&w, 200000, -1); /* all is resident: no copy is in the way */
     const uintptr_t a = new_stream(&w), b = new_stream(&w);
     need(step(&w), "step");
     for (int i = 0; i < 2; i++) { /* no stream waits for the copy any more */
-        const struct oo_use use = begin_use(&w, i ? a : b, 0.0);
-        end_use(&w, &use, i ? a : b);
+        const struct oo_use use = use_begin(w.engine, w.member[0], i ? a : b, 0.0, "use");
+        use_end(w.engine, &use, i ? a : b, "release");
     }
-    sim.simFinish(&end_s);
+    finish();
     need(oo_trace_start(w.engine), "trace");
     kernel(b, NULL, 0, 0, 50e-6);
-    const struct oo_use on_a = begin_use(&w, a, 300e-6);  /* kernels take turns: 50 to 350 us */
-    const struct oo_use on_b = begin_use(&w, b, 100e-6);  /* 350 to 450 us */
-    const struct oo_use nested = begin_use(&w, a, 20e-6); /* 450 to 470 us, queued at 350 us */
-    end_use(&w, &on_b, b);
-    end_use(&w, &on_a, a);
-    end_use(&w, &nested, a);
+    const struct oo_use on_a =
+        use_begin(w.engine, w.member[0], a, 300e-6, "use"); /* kernels take turns: 50 to 350 us */
+    const struct oo_use on_b =
+        use_begin(w.engine, w.member[0], b, 100e-6, "use"); /* 350 to 450 us */
+    const struct oo_use nested =
+        use_begin(w.engine, w.member[0], a, 20e-6, "use"); /* 450 to 470 us, queued at 350 us */
+    use_end(w.engine, &on_b, b, "release");
+    use_end(w.engine, &on_a, a, "release");
+    use_end(w.engine, &nested, a, "release");
     const double first[][2] = {{50e-6, 450e-6}, {0, 470e-6}, {350e-6, 470e-6}};
     check_compute_rows(&w, w.unit[0], first, 3);
 
     /* A use that ends on another stream has no row; nor has one that began in an earlier timeline.
      * More than four at a time: the fifth has none. */
-    sim.simFinish(&end_s);
+    finish();
     need(oo_trace_start(w.engine), "trace again");
-    const struct oo_use crossing = begin_use(&w, a, 10e-6);
-    end_use(&w, &crossing, b);
-    const struct oo_use lasting = begin_use(&w, a, 10e-6);
+    const struct oo_use crossing = use_begin(w.engine, w.member[0], a, 10e-6, "use");
+    use_end(w.engine, &crossing, b, "release");
+    const struct oo_use lasting = use_begin(w.engine, w.member[0], a, 10e-6, "use");
     check_compute_rows(&w, w.unit[0], NULL, 0);
-    sim.simFinish(&end_s);
+    finish();
     need(oo_trace_start(w.engine), "a third time");
-    end_use(&w, &lasting, a);
+    use_end(w.engine, &lasting, a, "release");
     struct oo_use uses[5];
     for (int i = 0; i < 5; i++)
-        uses[i] = begin_use(&w, b, 10e-6);
+        uses[i] = use_begin(w.engine, w.member[0], b, 10e-6, "use");
     for (int i = 0; i < 5; i++)
-        end_use(&w, &uses[i], b);
+        use_end(w.engine, &uses[i], b, "release");
     const double third[][2] = {{0, 50e-6}, {10e-6, 50e-6}, {20e-6, 50e-6}, {30e-6, 50e-6}};
-    sim.simFinish(&end_s);
+    finish();
     check_compute_rows(&w, w.unit[0], third, 4);
 
     /* An acquire whose row cannot begin fails, and leaves none behind. */
     struct oo_use none;
     sim.simAdvance(1e-3); /* what any event recorded before now would be seen by */
     need(oo_trace_start(w.engine), "a fourth time");
-    sim.simFault("cuEventRecord", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuEventRecord", 1);
     CHECK(acquire(w.engine, w.member[0], a, 0, OO_FORWARD, -1, 0, &none) == OO_E_DRIVER,
           "acquired without its row's begin");
-    const struct oo_use alone = begin_use(&w, a, 10e-6);
-    end_use(&w, &alone, a);
+    const struct oo_use alone = use_begin(w.engine, w.member[0], a, 10e-6, "use");
+    use_end(w.engine, &alone, a, "release");
     const double fourth[][2] = {{0, 10e-6}};
     check_compute_rows(&w, w.unit[0], fourth, 1);
     end_stream(&w, a);
@@ -101,13 +91,13 @@ CASE(test_a_timeline_that_fails_can_be_repeated) {
     struct oo_trace_row *rows;
     size_t count;
     world_open(&w, 60000, -1);
-    sim.simFault("cuEventRecord", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuEventRecord", 1);
     CHECK(oo_trace_start(w.engine) == OO_E_DRIVER && !w.engine->spans.tracing,
           "started all the same");
     need(oo_trace_start(w.engine), "start again");
     need(step(&w), "step");
     const uint64_t waits = stats_of(&w).host_waits;
-    sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuEventSynchronize", 1);
     CHECK(oo_trace_stop(w.engine, &rows, &count) == OO_E_DRIVER && !rows && count == 0, "no error");
     CHECK(stats_of(&w).host_waits == waits + 1, "%llu waits",
           (unsigned long long)(stats_of(&w).host_waits - waits));
@@ -161,8 +151,8 @@ CASE(test_a_timeline_begins_when_its_call_returns) {
     CHECK(stats_of(&w).host_waits == waits + 1, "not counted");
     const double zero_s = sim.simNow();
     kernel(idle, NULL, 0, 0, 1e-3);
-    const struct oo_use timed = begin_use(&w, idle, 2e-3);
-    end_use(&w, &timed, idle);
+    const struct oo_use timed = use_begin(w.engine, w.member[0], idle, 2e-3, "use");
+    use_end(w.engine, &timed, idle, "release");
     need(oo_trace_stop(w.engine, &rows, &count), "trace");
     int found = 0;
     for (size_t i = 0; i < count; i++) {
@@ -176,14 +166,13 @@ CASE(test_a_timeline_begins_when_its_call_returns) {
     CHECK(found == 1, "%d rows", found);
     oo_trace_free(rows);
     need(use_on(&w, 5, OO_FORWARD, -1, 0, idle), "a copy is under way again");
-    sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuEventSynchronize", 1);
     CHECK(oo_trace_start(w.engine) == OO_E_DRIVER && !w.engine->spans.tracing &&
               !w.engine->spans.origin,
           "started, although its beginning is unknown");
     sim.simFaultClear();
     need(oo_trace_start(w.engine), "start again");
-    need(oo_trace_stop(w.engine, &rows, &count), "stop");
-    oo_trace_free(rows);
+    end_timeline(w.engine);
     end_stream(&w, idle);
     world_close(&w, "begin of a timeline");
 }
@@ -213,14 +202,13 @@ CASE(test_a_timeline_that_cannot_be_read_is_an_error) {
 CASE(test_a_hit_records_no_event_without_a_timeline) {
     struct world w;
     struct oo_use held;
-    struct oo_fetched fetched;
     world_open(&w, 400000, -1);
     need(use(&w, 3, OO_FORWARD), "copy");
     const uint64_t records = sim.simCallCount("cuEventRecord");
     need(acquire(w.engine, w.member[3], w.stream, 0, OO_BACKWARD, 1, 0, &held), "hit");
     CHECK(sim.simCallCount("cuEventRecord") == records, "%llu records",
           (unsigned long long)(sim.simCallCount("cuEventRecord") - records));
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &held, w.stream, "release");
     world_close(&w, "hit");
 }
 

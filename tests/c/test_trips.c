@@ -23,8 +23,7 @@ static void trips_open(struct trips *t) {
 }
 
 static void trips_close(struct trips *t, const char *where) {
-    need(oo_engine_unlock(t->w.engine, t->host), "unlock");
-    need(oo_host_destroy(t->host), "destroy");
+    end_memory(t->w.engine, t->host);
     end_device_memory(&t->w, t->here);
     end_device_memory(&t->w, t->there);
     free(t->pattern);
@@ -132,13 +131,11 @@ CASE(whoever_forgets_to_join_is_told) {
 /* The same where torch's memory is lent to the simulated device: it goes back in stream order. */
 CASE(lent_memory_goes_back_in_the_order_of_its_stream) {
     struct world w;
-    struct oo_host *host;
     struct sim_live before, during, after;
     static char first[4096], second[4096];
     uint64_t out = 0, again = 0, back = 0;
     world_open(&w, 60000, -1);
-    need(oo_host_create(sizeof first, &host), "host");
-    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(w.engine, sizeof first);
     fill(first, sizeof first, 7);
     sim.simGetLive(&before);
     need(oo_trip_out(w.engine, oo_host_address(host), (uintptr_t)first, sizeof first, w.stream,
@@ -169,22 +166,19 @@ CASE(lent_memory_goes_back_in_the_order_of_its_stream) {
     need(oo_trip_end(w.engine, again), "end");
     need(oo_trip_end(w.engine, out), "end");
     check_no_reports("lent");
-    need(oo_engine_unlock(w.engine, host), "unlock");
-    need(oo_host_destroy(host), "destroy");
+    end_memory(w.engine, host);
     world_close(&w, "lent");
 }
 
 /* The simulated device has what a trip lends to it, no other bytes, and not for longer. */
 CASE(what_is_lent_is_that_memory_alone) {
     struct world w;
-    struct oo_host *host;
     struct sim_live before, during;
     static char memory[3][4096], target[4096];
     uint64_t out[2] = {0, 0}, refused = 0;
     world_open(&w, 60000, -1);
     const uintptr_t stream = new_stream(&w);
-    need(oo_host_create(3 * sizeof target, &host), "host");
-    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(w.engine, 3 * sizeof target);
     char *const there = oo_host_address(host);
     sim.simGetLive(&before);
     need(oo_trip_out(w.engine, there, (uintptr_t)memory[1], sizeof target, stream, &out[0]), "out");
@@ -204,9 +198,9 @@ CASE(what_is_lent_is_that_memory_alone) {
     CHECK(during.adopted_bytes == before.adopted_bytes, "the second is lent still");
     static const char *const calls[] = {"simAdopt", "cuMemcpyDtoHAsync", "simDrop"};
     for (int i = 0; i < 3; i++) { /* the last: while it gives back what failed */
-        sim.simFault(i == 2 ? calls[1] : calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call(i == 2 ? calls[1] : calls[i], 1);
         if (i == 2)
-            sim.simFault(calls[2], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+            fail_call(calls[2], 1);
         CHECK(oo_trip_out(w.engine, there, (uintptr_t)memory[0], sizeof target, stream, &refused) ==
                   OO_E_DRIVER,
               "%s: no error", calls[i]);
@@ -220,8 +214,7 @@ CASE(what_is_lent_is_that_memory_alone) {
     for (int i = 0; i < 2; i++)
         need(oo_trip_end(w.engine, out[i]), "end");
     check_no_reports("lent alone");
-    need(oo_engine_unlock(w.engine, host), "unlock");
-    need(oo_host_destroy(host), "destroy");
+    end_memory(w.engine, host);
     end_stream(&w, stream);
     world_close(&w, "lent alone");
 }
@@ -229,21 +222,16 @@ CASE(what_is_lent_is_that_memory_alone) {
 /* Nothing is queued on a stream that is being captured, and nothing that was left is waited for. */
 CASE(a_capturing_stream_is_refused) {
     struct trips t;
-    void *graph = NULL;
     uint64_t none = 0;
     trips_open(&t);
-    const OOCUstream stream = (OOCUstream)t.w.stream;
     t.w.engine->unfinished = (OOCUdeviceptr)t.here;
-    sim.cuCtxPushCurrent_v2(t.w.context);
-    CHECK(sim.cuStreamBeginCapture_v2(stream, 0) == 0, "no capture");
+    begin_capture(&t.w, t.w.stream);
     CHECK(oo_trip_out(t.w.engine, oo_host_address(t.host), (uintptr_t)t.here, BYTES, t.w.stream,
                       &none) == OO_E_CAPTURE,
           "captured");
     CHECK(t.w.engine->unfinished == (OOCUdeviceptr)t.here, "waited");
     t.w.engine->unfinished = 0;
-    CHECK(sim.cuStreamEndCapture(stream, &graph) == 0, "the capture was broken");
-    sim.cuGraphDestroy(graph);
-    sim.cuCtxPopCurrent_v2(NULL);
+    end_capture(t.w.stream);
     compute(&t, t.w.stream);
     end(&t, leave(&t, t.w.stream));
     check_no_reports("capture");
@@ -273,12 +261,10 @@ CASE(a_wait_of_the_host_that_is_missing_is_told) {
 /* What was on its way when its memory is forgotten has ended; its records go with the engine. */
 CASE(trips_that_nobody_ended_go_with_the_engine) {
     struct world w;
-    struct oo_host *host;
     static char bytes[4096];
     uint64_t out = 0;
     world_open(&w, 60000, -1);
-    need(oo_host_create(sizeof bytes, &host), "host");
-    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(w.engine, sizeof bytes);
     need(oo_trip_out(w.engine, oo_host_address(host), (uintptr_t)bytes, sizeof bytes, w.stream,
                      &out),
          "out");
@@ -474,7 +460,7 @@ CASE(a_trip_that_fails_leaves_nothing) {
         if (cases[i].back)
             out = leave(&t, t.w.stream);
         const struct oo_stats before = stats_of(&t.w);
-        sim.simFault(cases[i].call, cases[i].nth, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call(cases[i].call, cases[i].nth);
         const enum oo_status status =
             cases[i].back ? oo_trip_back(t.w.engine, out, (uintptr_t)t.there, t.w.stream, &ticket)
                           : oo_trip_out(t.w.engine, oo_host_address(t.host), (uintptr_t)t.here,
@@ -509,13 +495,11 @@ CASE(a_trip_that_fails_leaves_nothing) {
 CASE(a_part_of_what_is_lent_may_go_by_itself) {
     enum { WHOLE = 4096, PART = 1024 };
     struct world w;
-    struct oo_host *host;
     struct sim_live before, during, after;
     static char bytes[WHOLE];
     uint64_t out = 0, part = 0, failed = 0;
     world_open(&w, 60000, -1);
-    need(oo_host_create(WHOLE + 2 * PART, &host), "host");
-    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(w.engine, WHOLE + 2 * PART);
     char *target = oo_host_address(host);
     fill(bytes, WHOLE, 3);
     sim.simGetLive(&before);
@@ -526,8 +510,8 @@ CASE(a_part_of_what_is_lent_may_go_by_itself) {
     sim.simGetLive(&during);
     CHECK(during.adopted_bytes == before.adopted_bytes + WHOLE, "taken from the part");
     w.engine->spans.seen[OO_TRACE_D2H] = 1; /* none is measured */
-    sim.simFault("cuEventRecord", 2, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    fail_call("cuEventRecord", 2);
+    fail_call("cuStreamSynchronize", 1);
     CHECK(oo_trip_out(w.engine, target + WHOLE + PART, (uintptr_t)bytes, PART, w.stream, &failed) ==
               OO_E_DRIVER,
           "no error");
@@ -545,8 +529,7 @@ CASE(a_part_of_what_is_lent_may_go_by_itself) {
     sim.simGetLive(&after);
     CHECK(after.adopted_bytes == before.adopted_bytes, "stays lent");
     check_no_reports("part");
-    need(oo_engine_unlock(w.engine, host), "unlock");
-    need(oo_host_destroy(host), "destroy");
+    end_memory(w.engine, host);
     world_close(&w, "part");
 }
 
@@ -561,26 +544,24 @@ CASE(what_a_failed_trip_left_is_ended_by_the_next) {
                 {"not given back", "simDrop", 0}};
     for (unsigned i = 0; i < CHECK_COUNT(ways); i++) {
         struct world w;
-        struct oo_host *host;
         struct sim_live before, after;
         static char bytes[4096];
         uint64_t ticket = 0;
         world_open(&w, 60000, -1);
-        need(oo_host_create(sizeof bytes, &host), "host");
-        need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+        struct oo_host *host = locked_memory(w.engine, sizeof bytes);
         char *there = oo_host_address(host);
         const uintptr_t here = (uintptr_t)bytes;
         sim.simGetLive(&before);
         w.engine->spans.seen[OO_TRACE_D2H] = 1; /* none is measured */
-        sim.simFault("cuEventRecord", 2, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-        sim.simFault(ways[i].fails_too, 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call("cuEventRecord", 2);
+        fail_call(ways[i].fails_too, 1);
         const enum oo_status status =
             ways[i].in ? oo_trip_in(w.engine, here, there, sizeof bytes, w.stream, &ticket)
                        : oo_trip_out(w.engine, there, here, sizeof bytes, w.stream, &ticket);
         CHECK(status == OO_E_DRIVER, "no error");
         sim.simFaultClear();
         CHECK(w.engine->unfinished == here, "%s: forgotten", ways[i].where);
-        sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call("cuStreamSynchronize", 1);
         CHECK(oo_trip_out(w.engine, there, here, sizeof bytes, w.stream, &ticket) == OO_E_DRIVER,
               "%s: no second error", ways[i].where);
         sim.simFaultClear();
@@ -591,8 +572,7 @@ CASE(what_a_failed_trip_left_is_ended_by_the_next) {
         sim.simGetLive(&after);
         CHECK(after.adopted_bytes == before.adopted_bytes, "stays lent");
         check_no_reports(ways[i].where);
-        need(oo_engine_unlock(w.engine, host), "unlock");
-        need(oo_host_destroy(host), "destroy");
+        end_memory(w.engine, host);
         world_close(&w, ways[i].where);
     }
 }
@@ -604,10 +584,10 @@ CASE(an_end_that_fails_is_made_again) {
         trips_open(&t);
         compute(&t, t.w.stream);
         const uint64_t out = leave(&t, t.w.stream), back = come_back(&t, out, t.w.stream);
-        sim.simFault("cuStreamWaitEvent", nth, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call("cuStreamWaitEvent", nth);
         CHECK(oo_trip_end(t.w.engine, back) == OO_E_DRIVER, "no error");
         end(&t, back);
-        sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        fail_call("cuStreamWaitEvent", 1);
         CHECK(oo_trip_join(t.w.engine, out, t.w.stream) == OO_E_DRIVER, "no error");
         end(&t, out);
         kernel(t.w.stream, t.here, BYTES, 1, 1e-6);
@@ -647,14 +627,12 @@ CASE(trips_have_rows_in_the_timeline) {
 /* With the context all copies are lost: records go, and lent memory with them. */
 static void lose_context(int in_a_trip) {
     struct world w;
-    struct oo_host *host;
     struct sim_live live;
     static char bytes[4096];
     uint64_t out = 0, failed = 0;
     int arrived = 1;
     world_open(&w, 60000, -1);
-    need(oo_host_create(sizeof bytes, &host), "host");
-    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    struct oo_host *host = locked_memory(w.engine, sizeof bytes);
     need(oo_trip_out(w.engine, oo_host_address(host), (uintptr_t)bytes, sizeof bytes, w.stream,
                      &out),
          "out");
@@ -669,8 +647,7 @@ static void lose_context(int in_a_trip) {
     CHECK(oo_trip_join(w.engine, out, w.stream) == OO_E_DEAD, "joined");
     need(oo_trip_end(w.engine, out), "end");
     CHECK(oo_trip_end(w.engine, out) == OO_E_TICKET, "ended twice");
-    need(oo_engine_unlock(w.engine, host), "unlock");
-    need(oo_host_destroy(host), "destroy");
+    end_memory(w.engine, host);
     need(world_remove(&w), "remove");
     need(oo_engine_unlock(w.engine, w.host), "unlock");
     need(oo_host_destroy(w.host), "destroy");

@@ -22,16 +22,13 @@ CASE(test_units_of_several_members_and_tensors) {
     need(oo_unit_add(w.engine, w.model, tensors, n_tensors, 3, 0, &unit, members, offsets), "unit");
     CHECK(w.engine->units[unit].n_parts == 5, "%u parts", w.engine->units[unit].n_parts);
     for (int m = 0; m < 3; m++) {
-        struct oo_use use;
-        struct oo_fetched fetched;
-        need(acquire(w.engine, members[m], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-        need(oo_engine_launch(w.engine, members[m], w.stream, 1e-6), "launch");
+        const struct oo_use use = use_begin(w.engine, members[m], w.stream, 1e-6, "acquire");
         for (int t = 0; t < 6; t++)
             CHECK(memcmp((const char *)use.address + offsets[t], tensors[t].host,
                          tensors[t].bytes) == 0 &&
                       offsets[t] % OO_ALIGNMENT == 0,
                   "tensor %d is not at offset %zu", t, offsets[t]);
-        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+        use_end(w.engine, &use, w.stream, "release");
     }
     CHECK(stats_of(&w).pageable_bytes == 700, "%llu pageable",
           (unsigned long long)stats_of(&w).pageable_bytes);
@@ -56,9 +53,8 @@ CASE(test_units_of_several_members_and_tensors) {
 CASE(test_what_travels_as_one_copy) {
     struct world w;
     struct oo_host *pages[16];
-    uint32_t unit, member;
+    uint32_t member;
     size_t offsets[2];
-    const uint32_t two = 2;
     unsigned n = 0, below = 0, above = 0;
     world_open(&w, 250000, -1);
     for (; n < 16 && !above; n++) { /* two that follow each other in memory */
@@ -82,10 +78,9 @@ CASE(test_what_travels_as_one_copy) {
             {.host = how ? foreign : oo_host_address(pages[below]), .bytes = how ? 100 : 4096},
             {.host = how ? foreign + OO_ALIGNMENT : oo_host_address(pages[above]),
              .bytes = how ? 100 : 4096}};
-        need(oo_unit_add(w.engine, w.model, tensors, &two, 1, 0, &unit, &member, offsets), "unit");
+        add_unit(w.engine, w.model, tensors, 2, &member, offsets);
         const uint64_t before = stats_of(&w).h2d_copies;
         struct oo_use use;
-        struct oo_fetched fetched;
         need(acquire(w.engine, member, w.stream, 0, OO_BACKWARD, 1, 0, &use), "acquire");
         need(oo_engine_launch(w.engine, member, w.stream, 1e-6), "launch");
         CHECK(stats_of(&w).h2d_copies == before + 2, "%d: %llu copies", how,
@@ -94,13 +89,12 @@ CASE(test_what_travels_as_one_copy) {
             CHECK(memcmp((const char *)use.address + offsets[t], tensors[t].host,
                          tensors[t].bytes) == 0,
                   "%d: tensor %d has wrong bytes", how, t);
-        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+        use_end(w.engine, &use, w.stream, "release");
     }
     need(world_remove(&w), "remove");
     for (unsigned i = 0; i < n; i++)
         need(oo_host_destroy(pages[i]), "destroy");
     free(foreign);
-    need(oo_model_add(w.engine, &w.model), "for the end");
     world_close(&w, "one copy");
 }
 
@@ -117,7 +111,6 @@ CASE(test_a_member_that_moves_keeps_its_unit_only_alone_and_alike) {
     const struct oo_tensor larger = {.host = bytes, .bytes = 2048},
                            halves[] = {{.host = bytes + 256, .bytes = 1024},
                                        {.host = bytes, .bytes = 1024}};
-    const uint32_t ones[] = {1, 1};
     const struct {
         const struct oo_tensor *to;
         uint32_t count;
@@ -126,10 +119,9 @@ CASE(test_a_member_that_moves_keeps_its_unit_only_alone_and_alike) {
     } moves[] = {{&whole, 1, 0, "it was not alone"},  {&whole, 1, 1, "alone and alike"},
                  {&larger, 1, 0, "larger"},           {halves, 2, 0, "as large, in two"},
                  {&larger, 1, 0, "as large, in one"}, {&larger, 1, 1, "alike again"}};
-    need(oo_unit_add(w.engine, w.model, pair, ones, 2, 0, &unit, members, offsets), "unit");
+    unit = add_row(w.engine, w.model, pair, 2, members, offsets);
     for (unsigned i = 0; i < sizeof moves / sizeof moves[0]; i++) {
         struct oo_use use;
-        struct oo_fetched fetched;
         need(oo_member_move(w.engine, members[0], moves[i].to, moves[i].count, &moved, offsets),
              moves[i].what);
         CHECK((moved == unit) == moves[i].stays, "%s: unit %u becomes %u", moves[i].what, unit,
@@ -143,7 +135,7 @@ CASE(test_a_member_that_moves_keeps_its_unit_only_alone_and_alike) {
             CHECK(memcmp((const char *)use.address + offsets[t], moves[i].to[t].host,
                          moves[i].to[t].bytes) == 0,
                   "%s: wrong bytes", moves[i].what);
-        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+        use_end(w.engine, &use, w.stream, "release");
     }
     world_close(&w, "moves");
 }
@@ -151,7 +143,6 @@ CASE(test_a_member_that_moves_keeps_its_unit_only_alone_and_alike) {
 /* Bytes that a backward of the member brings to the device. */
 static uint64_t brought_by(struct world *w, uint32_t member, const char *what) {
     struct oo_use use;
-    struct oo_fetched fetched;
     need(oo_engine_refresh(w->engine, w->model), "refresh");
     const uint64_t before = stats_of(w).h2d_bytes;
     need(acquire(w->engine, member, w->stream, 0, OO_BACKWARD, 1, 0, &use), what);
@@ -160,7 +151,7 @@ static uint64_t brought_by(struct world *w, uint32_t member, const char *what) {
     const struct oo_member_tensor *tensor = w->engine->members[member].tensors;
     CHECK(memcmp((const char *)use.address + tensor->offset, tensor->host, tensor->bytes) == 0,
           "%s: wrong bytes", what);
-    need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
+    use_end(w->engine, &use, w->stream, "release");
     return brought;
 }
 
@@ -170,11 +161,10 @@ CASE(test_what_left_a_unit_travels_no_more) {
     uint32_t unit, left, members[4];
     size_t offsets[4];
     world_open(&w, 60000, -1);
-    const uint32_t ones[] = {1, 1, 1, 1};
     struct oo_tensor row[4];
     for (int i = 0; i < 4; i++)
         row[i] = (struct oo_tensor){.host = w.master[4] + 512 * i, .bytes = 500};
-    need(oo_unit_add(w.engine, w.model, row, ones, 4, 0, &unit, members, offsets), "unit");
+    unit = add_row(w.engine, w.model, row, 4, members, offsets);
     CHECK(brought_by(&w, members[0], "whole") == 3 * 512 + 500, "a row is one copy");
     need(oo_member_move(w.engine, members[1], &row[1], 1, &left, offsets), "move");
     CHECK(left != unit && w.engine->units[unit].n_parts == 2, "two copies without the second");
@@ -207,10 +197,9 @@ CASE(test_what_is_left_of_a_unit_is_fetched_ahead) {
     world_open(&w, 400000, -1);
     char *elsewhere = malloc(4096);
     fill(elsewhere, 4096, 9);
-    const uint32_t ones[] = {1, 1};
     const struct oo_tensor row[] = {{.host = w.master[4], .bytes = 4096},
                                     {.host = elsewhere, .bytes = 4096}};
-    need(oo_unit_add(w.engine, w.model, row, ones, 2, 0, &unit, members, offsets), "unit");
+    unit = add_row(w.engine, w.model, row, 2, members, offsets);
     for (int knows = 0; knows < 2; knows++) {
         for (int round = 0; round < 4; round++) {
             need(oo_engine_refresh(w.engine, w.model), "refresh");
@@ -240,9 +229,8 @@ CASE(test_a_move_that_fails_changes_nothing) {
                                      {.host = w.master[1], .bytes = w.bytes[1]}};
     const struct oo_tensor other[] = {{.host = elsewhere, .bytes = w.bytes[0]},
                                       {.host = elsewhere + w.bytes[0], .bytes = w.bytes[1]}};
-    const uint32_t ones[] = {1, 1};
     fill(elsewhere, w.bytes[0] + w.bytes[1], 123);
-    need(oo_unit_add(w.engine, w.model, home, ones, 2, 0, &unit, members, offsets), "two members");
+    unit = add_row(w.engine, w.model, home, 2, members, offsets);
     for (enum oo_status status = OO_E_DRIVER; status != OO_OK; failed++) {
         sim.simFault("cuEventCreate", 1 + failed, OOCU_ERROR_OUT_OF_MEMORY, 0);
         status = oo_member_move(w.engine, members[0], other, 2, &unit, offsets);
@@ -252,45 +240,20 @@ CASE(test_a_move_that_fails_changes_nothing) {
         CHECK(status == OO_E_DRIVER && strstr(oo_error_message(), "cuEventCreate"), "%s",
               oo_error_message());
         for (int i = 0; i < 2; i++) {
-            struct oo_use use;
-            struct oo_fetched fetched;
-            need(acquire(w.engine, members[i], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-            need(oo_engine_launch(w.engine, members[i], w.stream, 1e-6), "launch");
+            struct oo_use use = use_begin(w.engine, members[i], w.stream, 1e-6, "acquire");
             const size_t offset = i ? w.bytes[0] : 0;
             CHECK(memcmp((const char *)use.address + offset, w.master[i], w.bytes[i]) == 0,
                   "member %d has other bytes after a failed move", i);
-            need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+            use_end(w.engine, &use, w.stream, "release");
         }
     }
     CHECK(failed == 2, "%u moves failed", failed);
-    struct oo_use use;
-    struct oo_fetched fetched;
-    need(acquire(w.engine, members[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-    need(oo_engine_launch(w.engine, members[0], w.stream, 1e-6), "launch");
+    const struct oo_use use = use_begin(w.engine, members[0], w.stream, 1e-6, "acquire");
     CHECK(memcmp((const char *)use.address + offsets[1], elsewhere + w.bytes[0], w.bytes[1]) == 0,
           "not moved in the end");
-    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &use, w.stream, "release");
     world_close(&w, "move");
     free(elsewhere);
-}
-
-/* Device memory that could not be ordered before our copies is the caller's alone. */
-CASE(test_a_segment_that_is_refused_is_not_adopted) {
-    static char memory[8192];
-    struct world w;
-    struct sim_live before, after;
-    world_open(&w, 60000, -1);
-    const char *calls[] = {"cuEventRecord", "cuStreamWaitEvent"};
-    for (int i = 0; i < 2; i++) {
-        sim.simGetLive(&before);
-        sim.simFault(calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-        CHECK(oo_segment_add(w.engine, w.lease, (uintptr_t)memory, sizeof memory, w.stream) ==
-                  OO_E_DRIVER,
-              "%s: no error", calls[i]);
-        sim.simGetLive(&after);
-        CHECK(after.adopted_bytes == before.adopted_bytes, "%s: adopted still", calls[i]);
-    }
-    world_close(&w, "refused");
 }
 
 CASE(test_what_was_removed_is_known_no_more) {
@@ -334,7 +297,6 @@ CASE(test_what_was_removed_is_known_no_more) {
     }
     CHECK(stats_of(&w).arena_bytes == 0, "arena");
     need(oo_model_remove(w.engine, model), "remove");
-    need(oo_model_add(w.engine, &w.model), "for the end");
     world_close(&w, "removed");
 }
 

@@ -5,18 +5,16 @@
 CASE(test_one_use_more_on_a_known_stream_displaces_nobody) {
     struct world w;
     struct oo_use use[OO_STREAMS], again;
-    struct oo_fetched fetched;
     uintptr_t streams[OO_STREAMS];
     world_open(&w, 400000, -1);
     for (int i = 0; i < OO_STREAMS; i++) {
         streams[i] = new_stream(&w);
-        need(acquire(w.engine, w.member[3], streams[i], 0, OO_FORWARD, -1, 0, &use[i]), "acquire");
-        need(oo_engine_launch(w.engine, w.member[3], streams[i], 5e-3), "launch");
+        use[i] = use_begin(w.engine, w.member[3], streams[i], 5e-3, "acquire");
     }
     for (int i = 0; i < OO_STREAMS; i++)
-        need(oo_engine_release(w.engine, use[i].ticket, streams[i], 0, &fetched), "release");
+        use_end(w.engine, &use[i], streams[i], "release");
     need(acquire(w.engine, w.member[3], streams[0], 0, OO_FORWARD, -1, 0, &again), "acquire");
-    need(oo_engine_release(w.engine, again.ticket, streams[0], 0, &fetched), "release");
+    use_end(w.engine, &again, streams[0], "release");
     CHECK(w.engine->units[w.unit[3]].n_uses == OO_STREAMS, "%u entries",
           w.engine->units[w.unit[3]].n_uses);
     need(oo_engine_refresh(w.engine, w.model), "refresh");
@@ -33,7 +31,7 @@ CASE(test_a_ticket_of_an_earlier_copy_ends_no_use) {
     struct oo_fetched fetched;
     world_open(&w, 400000, -1);
     need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &first), "first");
-    need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &first, w.stream, "release");
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &second), "second");
     CHECK(first.ticket != second.ticket, "two copies with one ticket");
@@ -41,7 +39,7 @@ CASE(test_a_ticket_of_an_earlier_copy_ends_no_use) {
           "the ticket of an earlier copy ended a use");
     CHECK(oo_plan_pins(w.engine->plan, w.unit[3]) == 1, "%u uses",
           oo_plan_pins(w.engine->plan, w.unit[3]));
-    need(oo_engine_release(w.engine, second.ticket, w.stream, 0, &fetched), "release");
+    use_end(w.engine, &second, w.stream, "release");
     CHECK(oo_plan_pins(w.engine->plan, w.unit[3]) == 0, "still in use");
     world_close(&w, "tickets");
 }
@@ -49,7 +47,6 @@ CASE(test_a_ticket_of_an_earlier_copy_ends_no_use) {
 /* Units that several streams use need more events than were made for them. */
 CASE(test_a_use_without_an_event_is_waited_for) {
     struct world w;
-    struct oo_fetched fetched;
     struct oo_use held;
     uintptr_t streams[OO_STREAMS];
     world_open(&w, 400000, -1);
@@ -59,10 +56,8 @@ CASE(test_a_use_without_an_event_is_waited_for) {
     for (int i = 0; i < OO_STREAMS; i++) {
         streams[i] = new_stream(&w);
         for (unsigned unit = 0; unit < UNITS; unit++) {
-            need(acquire(w.engine, w.member[unit], streams[i], 0, OO_FORWARD, -1, 0, &held),
-                 "acquire");
-            need(oo_engine_launch(w.engine, w.member[unit], streams[i], 1e-4), "launch");
-            need(oo_engine_release(w.engine, held.ticket, streams[i], 0, &fetched), "release");
+            held = use_begin(w.engine, w.member[unit], streams[i], 1e-4, "acquire");
+            use_end(w.engine, &held, streams[i], "release");
         }
     }
     CHECK(stats_of(&w).lost_uses > before.lost_uses, "there were events enough");
@@ -77,14 +72,12 @@ CASE(test_a_use_without_an_event_is_waited_for) {
 CASE(test_a_use_that_could_not_be_marked_is_waited_for) {
     struct world w;
     struct oo_use held;
-    struct oo_fetched fetched;
     for (int how = 0; how < 3; how++) {
         world_open_on_device(&w, 30000);
         const uintptr_t slow = new_stream(&w);
-        need(acquire(w.engine, w.member[0], slow, 0, OO_FORWARD, -1, 0, &held), "acquire");
-        need(oo_engine_launch(w.engine, w.member[0], slow, 5e-3), "launch");
-        sim.simFault("cuEventRecord", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-        need(oo_engine_release(w.engine, held.ticket, slow, 0, &fetched), "release");
+        held = use_begin(w.engine, w.member[0], slow, 5e-3, "acquire");
+        fail_call("cuEventRecord", 1);
+        use_end(w.engine, &held, slow, "release");
         const struct oo_stats before = stats_of(&w);
         const double began = sim.simNow();
         if (how == 0)
@@ -99,19 +92,10 @@ CASE(test_a_use_that_could_not_be_marked_is_waited_for) {
               "%llu recoveries", (unsigned long long)(after.recoveries - before.recoveries));
         CHECK(sim.simNow() - began > 4.9e-3, "the host waited %.6f s for a kernel of 5 ms",
               sim.simNow() - began);
-        if (how < 2)
-            need(world_remove(&w), "remove");
+        need(world_remove(&w), "remove");
         kernel(w.stream, w.arena, 30000, 1, 1e-6);
         end_stream(&w, slow);
-        need(oo_engine_unlock(w.engine, w.host), "unlock");
-        oo_host_destroy(w.host);
-        end_device_memory(&w, w.arena);
-        end_stream(&w, w.stream);
-        need(oo_engine_destroy(w.engine), "destroy");
-        check_no_reports("lost use");
-        check_nothing_alive("lost use");
-        release_context("lost use");
-        CHECK(sim_reset(&sim) == 0, "not reset");
+        world_close(&w, "lost use");
     }
 }
 
@@ -120,20 +104,17 @@ CASE(test_a_use_that_could_not_be_marked_is_waited_for) {
 CASE(test_a_use_without_an_entry_is_waited_for) {
     struct world w;
     uintptr_t streams[OO_STREAMS + 1];
-    struct oo_use held;
-    struct oo_fetched fetched;
     world_open_on_device(&w, 30000);
     for (int s = 0; s <= OO_STREAMS; s++)
         streams[s] = new_stream(&w);
     for (int s = 0; s < OO_STREAMS; s++)
         need(use_on(&w, 0, OO_FORWARD, -1, 0, streams[s]), "use");
-    need(acquire(w.engine, w.member[0], streams[OO_STREAMS], 0, OO_FORWARD, -1, 0, &held),
-         "acquire");
-    need(oo_engine_launch(w.engine, w.member[0], streams[OO_STREAMS], 5e-3), "launch");
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    const struct oo_use held =
+        use_begin(w.engine, w.member[0], streams[OO_STREAMS], 5e-3, "acquire");
+    fail_call("cuStreamWaitEvent", 1);
     const double began = sim.simNow();
     const struct oo_stats before = stats_of(&w);
-    need(oo_engine_release(w.engine, held.ticket, streams[OO_STREAMS], 0, &fetched), "release");
+    use_end(w.engine, &held, streams[OO_STREAMS], "release");
     CHECK(sim.simNow() - began > 4.9e-3 && stats_of(&w).recoveries == before.recoveries + 1,
           "the host waited %.6f s", sim.simNow() - began);
     CHECK(stats_of(&w).lost_uses == before.lost_uses, "waited for, and lost all the same");
@@ -159,13 +140,11 @@ CASE(test_a_release_returns_while_a_fault_lasts) {
         streams[s] = new_stream(&w);
     need(use_on(&w, 0, OO_FORWARD, -1, 0, streams[0]), "first");
     for (int s = 0; s < STREAMS; s++) {
-        need(acquire(w.engine, w.member[HELD], streams[s], 0, OO_FORWARD, -1, 0, &held[s]),
-             "acquire");
-        need(oo_engine_launch(w.engine, w.member[HELD], streams[s], 1e-3), "launch");
+        held[s] = use_begin(w.engine, w.member[HELD], streams[s], 1e-3, "acquire");
     }
     sim.simFault(NULL, 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 1);
     for (int s = 0; s < OO_USES; s++)
-        need(oo_engine_release(w.engine, held[s].ticket, streams[s], 0, &fetched), "release");
+        use_end(w.engine, &held[s], streams[s], "release");
     for (int i = 0; i < 2; i++)
         CHECK(oo_engine_release(w.engine, held[OO_USES].ticket, streams[OO_USES], 0, &fetched) ==
                       OO_E_DRIVER &&

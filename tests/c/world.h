@@ -28,7 +28,7 @@ struct world {
     char *arena;
     int device_arena; /* the arena is device memory of the driver, and the engine adopts nothing */
     uint32_t model, lease, unit[UNITS], member[UNITS];
-    int leased;
+    int leased, attached;
     char *master[UNITS];
     size_t bytes[UNITS], total, largest;
     uintptr_t stream;
@@ -132,6 +132,11 @@ static inline void end_device_memory(struct world *w, char *address) {
     sim.cuCtxPopCurrent_v2(NULL);
 }
 
+/* The n-th of these calls of the driver (NULL: of any) fails, once. */
+static inline void fail_call(const char *call, uint64_t nth) {
+    CHECK(sim.simFault(call, nth, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0) == 0, "no such call");
+}
+
 /* A kernel of `seconds` that reads or writes these bytes. */
 static inline void kernel(uintptr_t stream, const void *address, size_t bytes, int writes,
                           double seconds) {
@@ -142,8 +147,62 @@ static inline void kernel(uintptr_t stream, const void *address, size_t bytes, i
     CHECK(result == 0, "a kernel that cannot be launched: %d", result);
 }
 
+/* Host memory that the engine knows, all of it locked; and its end. */
+static inline struct oo_host *locked_memory(struct oo_engine *engine, size_t bytes) {
+    struct oo_host *host = NULL;
+    need(oo_host_create(bytes, &host), "memory");
+    need(oo_engine_lock(engine, host, OO_ALL_BYTES), "lock");
+    return host;
+}
+
+static inline void end_memory(struct oo_engine *engine, struct oo_host *host) {
+    need(oo_engine_unlock(engine, host), "unlock");
+    need(oo_host_destroy(host), "destroy");
+}
+
+/* A timeline whose rows do not matter ends. */
+static inline void end_timeline(struct oo_engine *engine) {
+    struct oo_trace_row *rows;
+    size_t count;
+    need(oo_trace_stop(engine, &rows, &count), "timeline");
+    oo_trace_free(rows);
+}
+
+/* The stream begins to capture, and its context becomes current; then neither any more. */
+static inline void begin_capture(struct world *w, uintptr_t stream) {
+    sim.cuCtxPushCurrent_v2(w->context);
+    CHECK(sim.cuStreamBeginCapture_v2((OOCUstream)stream, 0) == 0, "no capture");
+}
+
+static inline void end_capture(uintptr_t stream) {
+    void *graph = NULL;
+    CHECK(sim.cuStreamEndCapture((OOCUstream)stream, &graph) == 0, "the capture was broken");
+    sim.cuGraphDestroy(graph);
+    sim.cuCtxPopCurrent_v2(NULL);
+}
+
 static inline size_t world_host_bytes(const struct world *w) {
     return w->coded ? 3 * w->total : w->total;
+}
+
+/* A unit that is not trained: of one member with these tensors, or of a member for each of them.
+ * Returns its number. */
+static inline uint32_t add_unit(struct oo_engine *engine, uint32_t model,
+                                const struct oo_tensor *tensors, uint32_t count, uint32_t *member,
+                                size_t *offsets) {
+    uint32_t unit = 0;
+    need(oo_unit_add(engine, model, tensors, &count, 1, 0, &unit, member, offsets), "unit");
+    return unit;
+}
+
+static inline uint32_t add_row(struct oo_engine *engine, uint32_t model,
+                               const struct oo_tensor *tensors, uint32_t count, uint32_t *members,
+                               size_t *offsets) {
+    static const uint32_t ones[] = {1, 1, 1, 1};
+    uint32_t unit = 0;
+    CHECK(count <= CHECK_COUNT(ones), "%u members", count);
+    need(oo_unit_add(engine, model, tensors, ones, count, 0, &unit, members, offsets), "unit");
+    return unit;
 }
 
 /* The tensor of unit i, whose master begins at `master`; coded ones, and there is room for twice
@@ -187,6 +246,7 @@ static inline int world_attach(struct world *w, size_t arena_bytes, int trainabl
     WORLD_TRY(oo_lease_add(w->engine, &w->lease));
     w->leased = 1;
     WORLD_TRY(oo_model_add(w->engine, &w->model));
+    w->attached = 1;
     if (!w->stream)
         WORLD_TRY(oo_engine_compute_stream(w->engine, &w->stream));
     if (!w->arena)
@@ -234,6 +294,12 @@ static inline void world_begin(struct world *w) {
 static inline void world_open(struct world *w, size_t arena_bytes, int trainable_from) {
     world_begin(w);
     CHECK(world_attach(w, arena_bytes, trainable_from), "attach: %s", oo_error_message());
+}
+
+static inline void world_open_coded(struct world *w, size_t arena_bytes, int trainable_from) {
+    world_coded = 1;
+    world_open(w, arena_bytes, trainable_from);
+    world_coded = 0;
 }
 
 /* A world as on a real device: the arena is device memory, whose history the race detector keeps;
@@ -293,13 +359,15 @@ static inline void check_no_reports(const char *where) {
     CHECK(n == 0, "%s: %llu reports, the first: %s", where, (unsigned long long)n, text);
 }
 
-/* The model goes, and what it was lent, unless that has gone already. */
+/* The model goes, and what it was lent, each unless it has gone already. */
 static inline enum oo_status world_remove(struct world *w) {
-    const enum oo_status status = w->leased ? oo_lease_remove(w->engine, w->lease) : OO_OK;
+    enum oo_status status = w->leased ? oo_lease_remove(w->engine, w->lease) : OO_OK;
     if (status != OO_OK)
         return status;
     w->leased = 0;
-    return oo_model_remove(w->engine, w->model);
+    status = w->attached ? oo_model_remove(w->engine, w->model) : OO_OK;
+    w->attached &= status != OO_OK;
+    return status;
 }
 
 /* What was lent. */
@@ -331,14 +399,19 @@ static inline void world_detach(struct world *w) {
     world_free(w);
 }
 
-static inline void world_close(struct world *w, const char *where) {
-    world_detach(w);
+/* The engine goes, of which nothing is left. */
+static inline void world_end(struct world *w, const char *where) {
     need(oo_engine_destroy(w->engine), "destroy");
     check_no_reports(where);
     check_nothing_alive(where);
     release_context(where);
     check_no_reports(where);
     CHECK(sim_reset(&sim) == 0, "%s: the simulator could not be reset", where);
+}
+
+static inline void world_close(struct world *w, const char *where) {
+    world_detach(w);
+    world_end(w, where);
 }
 
 /* The requests of the tests, by their parts. */
@@ -361,6 +434,29 @@ static inline enum oo_status acquire_launched(struct oo_engine *engine, uint32_t
                                        .task = task,
                                        .seconds = seconds};
     return oo_engine_acquire(engine, &request, flags | OO_LAUNCH, use);
+}
+
+/* A use in a forward, whose kernel takes so many seconds; and its end, which returns what is copied
+ * ahead. */
+static inline struct oo_use use_begin(struct oo_engine *engine, uint32_t member, uintptr_t stream,
+                                      double seconds, const char *what) {
+    struct oo_use use = {0};
+    need(acquire(engine, member, stream, 0, OO_FORWARD, -1, 0, &use), what);
+    need(oo_engine_launch(engine, member, stream, seconds), what);
+    return use;
+}
+
+static inline struct oo_fetched use_end(struct oo_engine *engine, const struct oo_use *use,
+                                        uintptr_t stream, const char *what) {
+    struct oo_fetched fetched = {0};
+    need(oo_engine_release(engine, use->ticket, stream, 0, &fetched), what);
+    return fetched;
+}
+
+/* The device does all that it was given. */
+static inline void finish(void) {
+    double end_s;
+    CHECK(sim.simFinish(&end_s) == 0, "not finished");
 }
 
 /* As if all copies had left the driver's queue: a call need not wait for room in it. */
