@@ -13,7 +13,7 @@ CASE(test_a_nonblocking_call_never_waits) {
     CHECK(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &use) ==
               OO_WOULD_BLOCK,
           "a unit behind the ring without waiting");
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    use = use_acquire(w.engine, w.member[0], w.stream, "acquire");
     CHECK(use.fetched.count == 1 && use.fetched.units[0] == w.unit[0], "%u fetched",
           use.fetched.count);
     need(oo_engine_release(w.engine, use.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
@@ -96,8 +96,7 @@ static struct oo_host *open_apart(struct world *w, uint32_t parts, int measures)
     if (!measures)
         w->engine->driver.cuEventElapsedTime = NULL;
     struct oo_host *host = move_apart(w, 0, parts);
-    for (int i = 0; i < 3; i++)
-        need(step(w), "learn");
+    steps(w, 3, "learn");
     need(oo_engine_refresh(w->engine, OO_ALL_MODELS), "refresh");
     finish();
     empty_queue(w->engine);
@@ -316,10 +315,9 @@ CASE(test_the_queue_is_known_to_be_empty) {
  */
 CASE(test_unknown_flags_are_refused) {
     struct world w;
-    struct oo_use held;
     struct oo_fetched fetched;
     world_open(&w, 60000, -1);
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    const struct oo_use held = use_acquire(w.engine, w.member[0], w.stream, "acquire");
     for (unsigned bit = 0; bit < 32; bit++) {
         const int flag = (int)(1u << bit);
         const struct oo_stats before = stats_of(&w);
@@ -357,10 +355,9 @@ CASE(test_unknown_flags_are_refused) {
 
 CASE(test_no_more_than_eight_copies_in_a_call) {
     struct world w;
-    struct oo_use use;
     struct oo_fetched fetched;
     world_open(&w, 400000, -1);
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    const struct oo_use use = use_acquire(w.engine, w.member[0], w.stream, "acquire");
     need(oo_engine_release(w.engine, use.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
     CHECK(fetched.count == OO_MAX_FETCHED && fetched.more, "%u fetched, more %d", fetched.count,
           fetched.more);
@@ -441,7 +438,7 @@ CASE(test_a_wait_whose_end_could_not_be_measured_is_not_repeated) {
     CHECK(acquire(w.engine, w.member[1], stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
     const uint64_t waits = sim.simCallCount("cuStreamWaitEvent");
-    need(acquire(w.engine, w.member[1], stream, 0, OO_FORWARD, -1, 0, &held), "again");
+    held = use_acquire(w.engine, w.member[1], stream, "again");
     CHECK(sim.simCallCount("cuStreamWaitEvent") == waits && stats_of(&w).stale == 0,
           "waited for twice");
     use_end(w.engine, &held, stream, "release");
@@ -475,8 +472,7 @@ CASE(test_an_acquire_that_fails_behind_its_copy) {
     struct oo_trace_row *rows;
     size_t count;
     world_open(&w, 30000, -1);
-    for (int i = 0; i < 3; i++)
-        need(step(&w), "step"); /* every event has been recorded before */
+    steps(&w, 3, "step"); /* every event has been recorded before */
     finish();
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     need(oo_trace_start(w.engine), "trace");

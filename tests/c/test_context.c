@@ -66,7 +66,7 @@ CASE(test_a_release_without_a_context) {
           "no second context");
     static const char *const calls[] = {"cuCtxPushCurrent", "cuCtxGetCurrent"};
     for (int i = 0; i < 2; i++) {
-        need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+        held = use_acquire(w.engine, w.member[0], w.stream, "acquire");
         fail_call(calls[i], 1);
         use_end(w.engine, &held, w.stream, "release");
         sim.cuCtxGetCurrent(&current);
@@ -111,17 +111,14 @@ CASE(test_a_release_without_a_context_asks_the_driver_for_nothing) {
         for (int c = 0; c < 5 && (i == 1 || i == OO_STREAMS); c++)
             CHECK(sim.simCallCount(calls[c]) == before[c], "release %d calls %s", i, calls[c]);
     }
-    need(acquire(w.engine, w.member[3], streams[2], 0, OO_FORWARD, -1, 0, &use[0]),
-         "on a stream that has its mark");
+    use[0] = use_acquire(w.engine, w.member[3], streams[2], "on a stream that has its mark");
     const uint64_t records = sim.simCallCount("cuEventRecord");
     fail_call("cuCtxGetCurrent", 1);
     use_end(w.engine, &use[0], streams[2], "release");
     CHECK(sim.simCallCount("cuEventRecord") == records, "a mark was tried");
-    for (int i = 0; i < 2; i++)
-        need(step(&w), "what comes next is known");
+    steps(&w, 2, "what comes next is known");
     need(oo_engine_refresh(w.engine, w.model), "refresh");
-    need(acquire(w.engine, w.member[0], streams[2], 0, OO_FORWARD, -1, 0, &use[0]),
-         "with much to fetch ahead");
+    use[0] = use_acquire(w.engine, w.member[0], streams[2], "with much to fetch ahead");
     fail_call("cuCtxGetCurrent", 1);
     const struct oo_fetched fetched = use_end(w.engine, &use[0], streams[2], "release");
     CHECK(fetched.count == 0 && stats_of(&w).prefetch_failures == 0, "a copy was tried");

@@ -154,8 +154,7 @@ CASE(what_is_in_a_file_is_read_from_it) {
     CHECK(n_reads == 0 && stats_of(&w).disk_bytes == w.total && stats_of(&w).pageable_bytes == 0,
           "%u reads at attach", n_reads);
     CHECK(w.engine->feeder.n_threads == OO_READ_THREADS, "%u threads", w.engine->feeder.n_threads);
-    for (int i = 0; i < 3; i++)
-        need(step(&w), "step");
+    steps(&w, 3, "step");
     feeds_end(&w);
     const struct oo_stats stats = stats_of(&w);
     CHECK(stats.disk_read_bytes == stats.h2d_bytes && stats.h2d_bytes > 3 * w.total &&
@@ -184,8 +183,7 @@ CASE(reads_take_the_time_of_the_disk) {
     const struct sim_device before = give_disk();
     struct world w;
     begin(&w, 100000);
-    for (int i = 0; i < 3; i++)
-        need(step(&w), "step");
+    steps(&w, 3, "step");
     feeds_end(&w);
     const double seconds = sim.simNow();
     const struct oo_stats stats = stats_of(&w);
@@ -293,8 +291,7 @@ CASE(whichever_read_fails_the_next_step_is_right) {
 
 static void read_though_direct_reads_are_refused(struct world *w) {
     how = REFUSED_DIRECT;
-    for (int i = 0; i < 2; i++)
-        need(step(w), "step");
+    steps(w, 2, "step");
     feeds_end(w);
     /* Those that were under way when the first was refused. */
     CHECK(n_direct >= 1 && n_direct <= OO_READ_THREADS, "%u direct reads", n_direct);
@@ -342,8 +339,7 @@ CASE(where_nothing_can_be_locked_it_is_read_all_the_same) {
     struct world w;
     begin(&w, 100000);
     CHECK(w.engine->up.base == NULL, "there is a ring");
-    for (int i = 0; i < 2; i++)
-        need(step(&w), "step");
+    steps(&w, 2, "step");
     CHECK(n_reads > 2 * UNITS, "%u reads", n_reads);
     lasts = 1;
     fails = 1;
@@ -363,8 +359,7 @@ CASE(what_is_written_in_memory_counts) {
     for (unsigned i = 0; i < UNITS; i++)
         need(oo_engine_refresh(w.engine, w.model), "refresh");
     const uint64_t before = stats_of(&w).disk_read_bytes, copied = stats_of(&w).h2d_bytes;
-    for (int i = 0; i < 2; i++)
-        need(step(&w), "step");
+    steps(&w, 2, "step");
     const uint64_t read = stats_of(&w).disk_read_bytes - before;
     CHECK(read > 0 && read + w.bytes[3] <= stats_of(&w).h2d_bytes - copied, "%llu bytes read",
           (unsigned long long)read);
@@ -416,8 +411,7 @@ CASE(what_has_a_place_is_read_once) {
           "%zu of %zu bytes have arrived", oo_host_arrived(kept_in), kept_bytes);
     for (int is_locked = 0; is_locked < 2; is_locked++) {
         const struct oo_stats before = stats_of(&w);
-        for (int i = 0; i < 2; i++)
-            need(step(&w), "step");
+        steps(&w, 2, "step");
         feeds_end(&w);
         const struct oo_stats after = stats_of(&w);
         const uint64_t copied = after.h2d_bytes - before.h2d_bytes;
@@ -461,7 +455,7 @@ CASE(what_is_kept_of_a_unit_travels_apart) {
         unit = add_unit(w.engine, w.model, both, 2, &member, offsets);
         CHECK(w.bytes[UNIT] > 2 * HALF && w.engine->units[unit].n_parts == 2, "one part");
         for (int again = 0; again < 2; again++) {
-            need(acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+            use = use_acquire(w.engine, member, w.stream, "acquire");
             need(oo__enter(w.engine, 0), "enter");
             need(oo__synchronize(w.engine, w.engine->h2d, 0), "synchronize");
             oo__leave(w.engine);
@@ -516,8 +510,7 @@ CASE(a_write_counts_more_than_what_is_kept) {
     memset(w.master[4], 0x72, w.bytes[4]); /* after that */
     w.master[8][w.bytes[8] - 1] ^= 1;
     need(oo_engine_refresh(w.engine, w.model), "refresh");
-    for (int i = 0; i < 2; i++)
-        need(step(&w), "step"); /* which compares with the masters */
+    steps(&w, 2, "step"); /* which compares with the masters */
     end_keeping(&w, "written");
 }
 
@@ -617,8 +610,7 @@ CASE(what_is_kept_may_change_in_the_middle) {
               "%llu bytes are kept", (unsigned long long)stats_of(&w).disk_kept_bytes);
         if (odd < 3)
             need(oo_host_destroy(left), "the room");
-        for (int i = 0; i < 2; i++)
-            need(step(&w), "step");
+        steps(&w, 2, "step");
         feeds_end(&w);
         CHECK(oo_host_arrived(kept_in) == kept_bytes, "%zu bytes", oo_host_arrived(kept_in));
         const uint64_t before = stats_of(&w).disk_read_bytes;
@@ -1209,7 +1201,7 @@ CASE(a_place_that_is_left_while_a_read_is_awaited_is_used) {
     CHECK(oo__feeds_run(w.engine), "the large one is not read ahead");
     CHECK(release_held(&w, 0) == 0, "the last one would hold up what is read");
     is_awaited = 1; /* by the next call */
-    need(acquire(w.engine, w.member[LARGE], w.stream, 0, OO_FORWARD, -1, 0, &large), "acquire");
+    large = use_acquire(w.engine, w.member[LARGE], w.stream, "acquire");
     CHECK(last_is_read && !last_came_too_late, "not read, or behind the one before it");
     CHECK(large.fetched.count == 1 && large.fetched.units[0] == w.unit[LAST] && !large.fetched.more,
           "%u begin", large.fetched.count);

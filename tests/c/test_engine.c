@@ -21,8 +21,7 @@ CASE(test_bytes_are_right_under_every_schedule) {
                      (unsigned long long)seed);
             sim.simSetSchedule(schedules[s], seed);
             world_open(&w, 60000, -1);
-            for (int i = 0; i < 3; i++)
-                need(step(&w), name);
+            steps(&w, 3, name);
             world_close(&w, name);
         }
     }
@@ -32,8 +31,7 @@ CASE(test_counters_agree_with_the_driver) {
     struct world w;
     struct sim_stats seen;
     world_open(&w, 100000, -1);
-    for (int i = 0; i < 3; i++)
-        need(step(&w), "step");
+    steps(&w, 3, "step");
     const struct oo_stats stats = stats_of(&w);
     sim.simGetStats(&seen);
     CHECK(stats.h2d_bytes == seen.h2d_bytes && stats.h2d_copies == seen.h2d_copies,
@@ -145,28 +143,6 @@ CASE(test_held_trainable_units_are_dropped_and_not_fetched) {
     world_close(&w, "hold");
 }
 
-/* Two threads train one model: one ends its backward while the other is in the middle of its own.
- */
-CASE(test_hold_on_a_unit_in_use_drops_it_at_the_last_release) {
-    struct world w;
-    struct oo_use mine, theirs;
-    world_open(&w, 400000, 20);
-    need(step(&w), "step");
-    need(acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &theirs), "their use");
-    need(oo_engine_hold(w.engine), "my backward ends");
-    need(acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &mine), "their next use");
-    CHECK(mine.address == theirs.address,
-          "the weights moved under a thread that computes with them");
-    use_end(w.engine, &mine, w.stream, "release");
-    CHECK(stats_of(&w).resident_units == 21, "%llu resident",
-          (unsigned long long)stats_of(&w).resident_units);
-    use_end(w.engine, &theirs, w.stream, "release");
-    CHECK(stats_of(&w).resident_units == 20, "%llu resident",
-          (unsigned long long)stats_of(&w).resident_units);
-    need(step(&w), "next step");
-    world_close(&w, "hold in use");
-}
-
 /* A release that cannot even enter the context leaves no mark: the bytes must not be given away. */
 CASE(test_a_unit_that_leaves_without_a_context_keeps_its_bytes) {
     struct world w;
@@ -215,7 +191,6 @@ CASE(test_a_removed_member_takes_its_unit_and_its_memory_with_it) {
     struct oo_tensor tensors[2];
     uint32_t model, members[2];
     size_t offsets[2];
-    struct oo_use use;
     world_open(&w, 60000, -1);
     struct oo_host *host = locked_memory(w.engine, 4096);
     for (size_t i = 0; i < 2; i++)
@@ -224,7 +199,7 @@ CASE(test_a_removed_member_takes_its_unit_and_its_memory_with_it) {
     need(oo_model_add(w.engine, &model), "model");
     const uint64_t units = stats_of(&w).units;
     add_row(w.engine, model, tensors, 2, members, offsets);
-    need(acquire(w.engine, members[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    struct oo_use use = use_acquire(w.engine, members[0], w.stream, "acquire");
     CHECK(oo_member_remove(w.engine, members[0]) == OO_E_STATE, "removed while in use");
     CHECK(oo_member_remove(w.engine, members[1]) == OO_E_STATE, "removed with its unit in use");
     use_end(w.engine, &use, w.stream, "release");
@@ -235,7 +210,7 @@ CASE(test_a_removed_member_takes_its_unit_and_its_memory_with_it) {
           "acquired after it was removed");
     CHECK(stats_of(&w).units == units + 1 && oo_engine_unlock(w.engine, host) == OO_E_STATE,
           "the other member is still there");
-    need(acquire(w.engine, members[1], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    use = use_acquire(w.engine, members[1], w.stream, "acquire");
     use_end(w.engine, &use, w.stream, "release");
     need(oo_member_remove(w.engine, members[1]), "remove the last");
     CHECK(stats_of(&w).units == units, "the unit outlives its members");
@@ -250,14 +225,13 @@ CASE(test_a_removed_member_takes_its_unit_and_its_memory_with_it) {
 
 CASE(test_wrong_calls_are_refused_clearly) {
     struct world w;
-    struct oo_use first;
     struct oo_fetched fetched;
     struct oo_stats stats;
     uint32_t unit, member;
     size_t offset;
     const uint32_t one = 1;
     world_open(&w, 60000, -1);
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
+    struct oo_use first = use_acquire(w.engine, w.member[0], w.stream, "acquire");
     CHECK(oo_model_remove(w.engine, w.model) == OO_E_STATE, "removed while in use");
     CHECK(oo_lease_remove(w.engine, w.lease) == OO_E_STATE, "what is in use is in it");
     const struct oo_tensor moved = {.host = w.master[1], .bytes = w.bytes[0]};
@@ -491,9 +465,9 @@ CASE(test_a_use_on_a_stream_of_the_callers_ends_on_a_dead_engine_without_a_call)
     struct oo_fetched fetched;
     world_open(&w, 60000, -1);
     const uintptr_t stream = new_stream(&w);
-    need(acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
+    first = use_acquire(w.engine, w.member[0], stream, "acquire");
     use_end(w.engine, &first, stream, "release");
-    need(acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &again), "acquire again");
+    again = use_acquire(w.engine, w.member[0], stream, "acquire again");
     sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
     CHECK(oo_engine_resume(w.engine) == OO_E_DRIVER, "not dead");
     const uint64_t waits = sim.simCallCount("cuStreamWaitEvent");

@@ -96,17 +96,26 @@ static void shut_behind_the_first(struct world *w) {
     CHECK(waiting == threads, "%u copy threads have begun", waiting);
 }
 
+/* In an arena for all. */
+static void begin_shut(struct world *w) {
+    begin(w, 400000);
+    shut_behind_the_first(w);
+}
+
+static void open_gate(struct world *w) {
+    shut = 0;
+    feeds_end(w);
+}
+
 /* ---- who copies ---- */
 
 CASE(a_release_returns_before_anything_is_copied) {
     struct world w;
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
+    begin_shut(&w);
     CHECK(n_log == 1 && stats_of(&w).h2d_bytes == w.bytes[0] &&
               stats_of(&w).unlocked_h2d_bytes == w.bytes[0],
           "%u copies, %llu bytes", n_log, (unsigned long long)stats_of(&w).h2d_bytes);
-    shut = 0;
-    feeds_end(&w);
+    open_gate(&w);
     for (unsigned i = 1; i < UNITS; i++)
         need(use(&w, i, OO_FORWARD), "use");
     const struct oo_stats stats = stats_of(&w);
@@ -122,12 +131,10 @@ CASE(a_release_returns_before_anything_is_copied) {
 CASE(the_time_of_copying_is_counted_once) {
     struct world w;
     const uint64_t began = oo__nanoseconds();
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
+    begin_shut(&w);
     nap(20e-3);
     shut = 0;
-    for (int round = 0; round < 3; round++)
-        need(step(&w), "step");
+    steps(&w, 3, "step");
     const double elapsed_s = (double)(oo__nanoseconds() - began) * 1e-9;
     const double counted_s = stats_of(&w).unlocked_h2d_seconds;
     CHECK(counted_s >= 15e-3 && counted_s <= elapsed_s, "%.6f s of %.6f s", counted_s, elapsed_s);
@@ -164,12 +171,11 @@ static void end_with_two_unlocked(struct world *w, struct oo_host *host, const c
 /* What is not locked may have to wait for its own copy; what is, for those that it drives out. */
 CASE(an_acquire_that_must_not_wait_is_refused_while_anything_is_fed) {
     struct world w;
-    struct oo_use held;
     struct oo_fetched fetched;
     struct oo_host *host = begin_with_two_unlocked(&w, 60000);
     for (unsigned i = 0; i < 3; i++)
         need(use(&w, i, OO_FORWARD), "use");
-    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    struct oo_use held = use_acquire(w.engine, w.member[3], w.stream, "acquire");
     feeds_end(&w);
     shut = 1;
     use_end(w.engine, &held, w.stream, "release");
@@ -189,8 +195,7 @@ CASE(an_acquire_that_must_not_wait_is_refused_while_anything_is_fed) {
     need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held),
          "what is there");
     need(oo_engine_release(w.engine, held.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
-    shut = 0;
-    feeds_end(&w);
+    open_gate(&w);
     CHECK(oo_plan_resident(w.engine->plan, w.unit[absent]) == NULL, "unit %u is there", absent);
     need(acquire(w.engine, w.member[absent], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held),
          "nothing is fed");
@@ -289,8 +294,7 @@ static enum oo_status use_the_second(struct world *w) { return use(w, 1, OO_FORW
 
 CASE(a_unit_is_used_once_its_copy_is_queued) {
     struct world w;
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
+    begin_shut(&w);
     need(waits_for_the_copy_threads(&w, NULL, use_the_second), "use");
     CHECK(stats_of(&w).feed_wait_seconds > 20e-3 && stats_of(&w).feed_waits > 0, "%.6f s waited",
           stats_of(&w).feed_wait_seconds);
@@ -360,8 +364,7 @@ CASE(what_is_measured_is_copied_alone_and_in_its_turn) {
     CHECK(w.engine->feeder.n_threads == most, "%u threads", w.engine->feeder.n_threads);
     watched = (OOCUdeviceptr)w.engine->units[w.unit[measured]].feed->address;
     slow = (OOCUdeviceptr)w.engine->units[w.unit[measured - 1]].feed->address;
-    shut = 0;
-    feeds_end(&w);
+    open_gate(&w);
     CHECK(beside == 0, "%u copies at the same time", beside);
     for (unsigned k = 0; k < n_log; k++)
         if (log_of[k] == watched)
@@ -383,10 +386,8 @@ static double h2d_busy_s(void) {
 CASE(copies_ahead_are_handed_over) {
     struct world w;
     CHECK(sim.simSwitch(SIM_LATE_SUBMISSION, 1) == 0, "no such switch");
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
-    shut = 0;
-    feeds_end(&w);
+    begin_shut(&w);
+    open_gate(&w);
     sim.simAdvance(1);
     const double begun_s = h2d_busy_s();
     finish();
@@ -406,8 +407,7 @@ CASE(decodes_ahead_are_handed_over) {
     sim.cuCtxPushCurrent_v2(w.context);
     (void)real.cuStreamQuery((OOCUstream)w.stream); /* its own kernel is not looked at */
     sim.cuCtxPopCurrent_v2(NULL);
-    shut = 0;
-    feeds_end(&w);
+    open_gate(&w);
     sim.simAdvance(1);
     sim.simGetStats(&begun);
     finish();
@@ -502,8 +502,7 @@ CASE(a_timeline_begins_when_nothing_is_under_way) {
     struct world w;
     struct oo_trace_row *rows;
     size_t count;
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
+    begin_shut(&w);
     need(waits_for_the_copy_threads(&w, NULL, start_a_timeline), "start");
     need(oo_trace_stop(w.engine, &rows, &count), "stop");
     CHECK(count == 0, "%zu rows of what was before", count);
@@ -527,8 +526,7 @@ static enum oo_status shrink_the_rings(struct world *w) {
 
 CASE(the_memory_goes_back_when_nobody_copies_there) {
     struct world w;
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
+    begin_shut(&w);
     need(waits_for_the_copy_threads(&w, &synchronised, remove_the_lease), "remove");
     const unsigned copied = n_log;
     nap(5e-3);
@@ -539,8 +537,7 @@ CASE(the_memory_goes_back_when_nobody_copies_there) {
 
 CASE(masters_are_the_callers_when_nobody_reads_them) {
     struct world w;
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
+    begin_shut(&w);
     need(waits_for_the_copy_threads(&w, &synchronised, remove_the_model), "remove");
     memset(oo_host_address(w.host), 0, w.total); /* the thread sanitizer sees who reads */
     nap(5e-3);
@@ -550,8 +547,7 @@ CASE(masters_are_the_callers_when_nobody_reads_them) {
 
 CASE(what_is_dropped_is_not_copied_any_more) {
     struct world w;
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
+    begin_shut(&w);
     need(waits_for_the_copy_threads(&w, NULL, refresh_the_model), "refresh");
     const unsigned copied = n_log;
     memset(oo_host_address(w.host), 0, w.total);
@@ -568,8 +564,7 @@ CASE(what_is_dropped_is_not_copied_any_more) {
 
 CASE(a_ring_goes_when_nobody_uses_it) {
     struct world w;
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
+    begin_shut(&w);
     need(waits_for_the_copy_threads(&w, &freed, shrink_the_rings), "shrink");
     for (unsigned i = 1; i < UNITS; i++)
         need(use(&w, i, OO_FORWARD), "through the small ring");
@@ -579,8 +574,7 @@ CASE(a_ring_goes_when_nobody_uses_it) {
 /* What was stopped for a removal that then failed is not taken for copied. */
 CASE(what_was_stopped_is_copied_anew) {
     struct world w;
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
+    begin_shut(&w);
     fail_call("cuStreamSynchronize", 1);
     CHECK(waits_for_the_copy_threads(&w, NULL, remove_the_lease) == OO_E_DRIVER, "no error");
     w.leased = 1;
@@ -598,14 +592,12 @@ CASE(what_was_stopped_is_copied_anew) {
 /* What a call refuses, or of another lease, goes on being copied. */
 CASE(what_stays_is_not_stopped) {
     struct world w;
-    struct oo_use held;
     uint32_t other;
     static char memory[8192];
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
+    begin_shut(&w);
     need(oo_lease_add(w.engine, &other), "lease");
     need(oo_segment_add(w.engine, other, (uintptr_t)memory, sizeof memory, w.stream), "segment");
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    const struct oo_use held = use_acquire(w.engine, w.member[0], w.stream, "acquire");
     CHECK(oo_lease_remove(w.engine, w.lease) == OO_E_STATE, "removed in use");
     CHECK(oo_model_remove(w.engine, w.model) == OO_E_STATE, "removed in use");
     need(oo_lease_remove(w.engine, other), "remove");
@@ -730,11 +722,9 @@ CASE(a_failure_is_told_to_who_waits_for_it) {
               stats_of(&w).h2d_copies == 0 && stats_of(&w).unlocked_h2d_bytes == 0,
           "taken for copied");
     end(&w, "told");
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
+    begin_shut(&w);
     fail_call("cuMemcpyHtoDAsync", 1);
-    shut = 0;
-    feeds_end(&w);
+    open_gate(&w);
     CHECK(stats_of(&w).prefetch_failures == 0, "counted before anybody asked");
     for (unsigned i = 1; i < UNITS; i++)
         need(use(&w, i, OO_FORWARD), "use");
@@ -759,11 +749,9 @@ static void end_of_a_lost_world(struct world *w, const char *where) {
 
 CASE(a_context_lost_by_a_copy_thread_is_named) {
     struct world w;
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
+    begin_shut(&w);
     sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
-    shut = 0;
-    feeds_end(&w);
+    open_gate(&w);
     CHECK(use(&w, 1, OO_FORWARD) == OO_E_DRIVER &&
               strncmp(oo_error_message(), "cuMemcpyHtoDAsync", 17) == 0,
           "%s", oo_error_message());
@@ -774,11 +762,9 @@ CASE(a_context_lost_by_a_copy_thread_is_named) {
 /* What passed under a copy thread before the loss is not the cause of it. */
 CASE(a_loss_is_not_named_after_what_failed_before) {
     struct world w;
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
+    begin_shut(&w);
     fail_call("cuMemcpyHtoDAsync", 1);
-    shut = 0;
-    feeds_end(&w);
+    open_gate(&w);
     sim.simFault("cuStreamIsCapturing", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
     CHECK(use(&w, 0, OO_FORWARD) == OO_E_DRIVER &&
               strncmp(oo_error_message(), "cuStreamIsCapturing", 19) == 0,
@@ -790,8 +776,7 @@ CASE(a_loss_is_not_named_after_what_failed_before) {
  * may be stuck in a call of its own. */
 CASE(a_loss_is_told_though_a_copy_thread_is_stuck) {
     struct world w;
-    begin(&w, 400000);
-    shut_behind_the_first(&w);
+    begin_shut(&w);
     sim.simFault("cuStreamIsCapturing", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
     const uint64_t began = oo__nanoseconds();
     CHECK(use(&w, 0, OO_FORWARD) == OO_E_DRIVER &&

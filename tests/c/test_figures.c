@@ -10,8 +10,7 @@ CASE(test_residents_by_address) {
     size_t count = 0, few = 0;
     world_open(&w, 400000, -1);
     need(step(&w), "step");
-    struct oo_use use;
-    need(acquire(w.engine, w.member[5], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    const struct oo_use use = use_acquire(w.engine, w.member[5], w.stream, "acquire");
     need(oo_engine_residents(w.engine, rows, UNITS + 1, &count), "residents");
     CHECK(count == UNITS, "%zu residents", count);
     for (size_t i = 0; i < count; i++) {
@@ -145,7 +144,7 @@ CASE(test_a_stall_is_what_the_stream_waits_for_its_copy) {
     CHECK(fabs(stats.h2d_seconds - copy) < 1e-9 && stats.h2d_timed_bytes == bytes, "%.9f s",
           stats.h2d_seconds);
     /* A hit on a stream that has waited already costs it nothing: no second stall. */
-    need(acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    use = use_acquire(w.engine, member, stream, "acquire");
     use_end(w.engine, &use, stream, "release");
     double end_s;
     sim.simFinish(&end_s);
@@ -175,8 +174,7 @@ CASE(test_the_waits_of_the_units_add_up) {
     size_t count, few;
     world_open(&w, 60000, -1);
     need(oo_trace_start(w.engine), "trace"); /* all waits are timed */
-    for (int i = 0; i < 3; i++)
-        need(step(&w), "step");
+    steps(&w, 3, "step");
     need(oo_trace_stop(w.engine, &trace, &count), "trace");
     need(oo_engine_unit_waits(w.engine, rows, UNITS + 1, &count), "waits");
     const struct oo_stats stats = stats_of(&w);
@@ -208,8 +206,7 @@ CASE(test_a_host_far_ahead_measures_a_part) {
     sim.simHold((OOCUstream)w.stream, 1);
     struct oo_use use;
     for (unsigned i = 0; i < 3 * UNITS; i++) { /* copies wait for uses that do not end */
-        need(acquire(w.engine, w.member[i % UNITS], w.stream, 0, OO_FORWARD, -1, 0, &use),
-             "acquire");
+        use = use_acquire(w.engine, w.member[i % UNITS], w.stream, "acquire");
         use_end(w.engine, &use, w.stream, "release");
     }
     sim.cuCtxPushCurrent_v2(w.context);

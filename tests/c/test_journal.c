@@ -149,8 +149,7 @@ CASE(test_a_journal_asks_nothing_of_the_driver) {
     for (int on = 0; on < 2; on++) { /* two worlds: what is measured differs from step to step */
         struct world w;
         world_open(&w, 60000, -1);
-        for (int i = 0; i < 3; i++)
-            need(step(&w), "learn");
+        steps(&w, 3, "learn");
         if (on)
             need(oo_journal_start(w.engine, ROOM), "start");
         const uint64_t before = sim.simCallCount(NULL);

@@ -84,11 +84,11 @@ CASE(test_keeping_is_not_holding) {
     world_open(&w, 400000, -1);
     w.engine->patience_s = 0.05;
     const struct oo_use kept = keep(&w, 3, w.stream);
-    need(acquire(w.engine, w.member[5], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    held = use_acquire(w.engine, w.member[5], w.stream, "acquire");
     use_end(w.engine, &held, w.stream, "release");
     need(oo_engine_end(w.engine, kept.ticket, w.stream), "end");
     /* Had the end been counted as a release, this thread would seem to hold nothing here. */
-    need(acquire(w.engine, w.member[5], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    held = use_acquire(w.engine, w.member[5], w.stream, "acquire");
     const double begun_s = oo__clock_s();
     CHECK(acquire(w.engine, w.member[5], w.stream, 1, OO_FORWARD, -1, 0, &use) == OO_E_STATE,
           "handed out a stale copy");

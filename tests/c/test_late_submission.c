@@ -40,12 +40,11 @@ CASE(copies_ahead_begin_at_once) {
 CASE(decodes_ahead_begin_at_once) {
     for (int locked = 0; locked < 2; locked++) {
         struct world w;
-        struct oo_use held;
         struct sim_stats stats;
         late(1);
         sim.simRefuseRegistration(!locked);
         world_open_coded(&w, 400000, -1);
-        need(acquire(w.engine, w.member[1], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+        const struct oo_use held = use_acquire(w.engine, w.member[1], w.stream, "acquire");
         sim.simAdvance(1);
         sim.simGetStats(&stats);
         CHECK(stats.compute_busy_s > 0, "%d: the decode has not begun", locked);
@@ -58,10 +57,9 @@ CASE(decodes_ahead_begin_at_once) {
 /* A copy that is asked for late is handed over by acquire, before a kernel is launched. */
 CASE(late_copies_begin_at_once) {
     struct world w;
-    struct oo_use held;
     late(1);
     world_open(&w, 60000, -1);
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    const struct oo_use held = use_acquire(w.engine, w.member[0], w.stream, "acquire");
     sim.simAdvance(1);
     CHECK(h2d_busy_s() > 0, "the copy has not begun");
     use_end(w.engine, &held, w.stream, "release");
@@ -113,8 +111,7 @@ CASE(every_step_ends) {
             world_open_on_device(&w, 60000);
             char *gradient = device_memory(&w, sizeof target);
             fill(gradient, sizeof target, 7);
-            for (int round = 0; round < 2; round++)
-                need(step(&w), "step");
+            steps(&w, 2, "step");
             need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof target, w.stream),
                  "download");
             CHECK(memcmp(target, gradient, sizeof target) == 0, "wrong bytes");

@@ -57,7 +57,6 @@ CASE(test_unlocking_waits_for_copies_of_masters_that_moved_away) {
     struct world w;
     uint32_t unit, member;
     size_t offset;
-    struct oo_use held;
     world_open(&w, 60000, -1);
     struct oo_host *host = locked_memory(w.engine, 20000);
     const struct oo_tensor there = {.host = oo_host_address(host), .bytes = 20000},
@@ -65,7 +64,7 @@ CASE(test_unlocking_waits_for_copies_of_masters_that_moved_away) {
     unit = add_unit(w.engine, w.model, &there, 1, &member, &offset);
     const uintptr_t stream = new_stream(&w);
     kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 2e-3);
-    need(acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    const struct oo_use held = use_acquire(w.engine, member, stream, "acquire");
     use_end(w.engine, &held, stream, "release");
     need(oo_member_move(w.engine, member, &here, 1, &unit, &offset), "move");
     const double began = sim.simNow();
@@ -274,8 +273,7 @@ static void without_a_locked_byte(const char *where) {
     world_open_on_device(&w, 60000);
     char *gradient = device_memory(&w, 5000);
     fill(gradient, 5000, 9);
-    for (int round = 0; round < 2; round++)
-        need(step(&w), where);
+    steps(&w, 2, where);
     need(oo_engine_download(w.engine, target, (uintptr_t)gradient, 5000, w.stream), where);
     CHECK(memcmp(target, gradient, 5000) == 0, "%s: wrong bytes", where);
     CHECK(stats_of(&w).locked_bytes == 0 && stats_of(&w).pageable_bytes == w.total, "%s: locked",

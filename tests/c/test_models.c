@@ -4,7 +4,6 @@
 /* A model may be removed while units are in use, if none is its own; a lease, if none is in it. */
 CASE(test_who_is_in_the_way_of_a_detach) {
     struct world w;
-    struct oo_use use;
     uint32_t guest, lease, member;
     size_t offset;
     char *memory = malloc(4096 + OO_ALIGNMENT);
@@ -12,7 +11,7 @@ CASE(test_who_is_in_the_way_of_a_detach) {
     need(oo_model_add(w.engine, &guest), "a model whose unit is in the other's memory");
     const struct oo_tensor tensor = {.host = w.master[0], .bytes = w.bytes[0]};
     add_unit(w.engine, guest, &tensor, 1, &member, &offset);
-    need(acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    const struct oo_use use = use_acquire(w.engine, member, w.stream, "acquire");
     need(oo_lease_add(w.engine, &lease), "memory without a unit");
     need(oo_segment_add(w.engine, lease, (uintptr_t)memory, 4096 + OO_ALIGNMENT, w.stream),
          "segment");

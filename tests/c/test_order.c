@@ -17,19 +17,10 @@ static void for_each_schedule(void (*test)(const char *where)) {
 
 /* ---- H1, H2: copies and kernels ---- */
 
-static void steps_on_a_stream_of_the_caller(const char *where) {
-    struct world w;
-    world_open_on_device(&w, 60000);
-    for (int i = 0; i < 3; i++)
-        need(step(&w), where);
-    world_close(&w, where);
-}
-
 /* Four steps, `samples`, and the first step after them. */
 static void open_after_samples(struct world *w, int samples, const char *where) {
     world_open_on_device(w, 200000);
-    for (int i = 0; i < 4; i++)
-        need(step(w), where);
+    steps(w, 4, where);
     for (int sample = 0; sample < samples; sample++)
         for (unsigned i = 0; i < UNITS; i++)
             need(use(w, i, OO_FORWARD), where);
@@ -53,10 +44,9 @@ static uint64_t bytes_after(int samples, const char *where) {
 static uint64_t leave_after(int samples, int flags, int fed, struct oo_fetched *fetched,
                             const char *where) {
     struct world w;
-    struct oo_use held;
     struct oo_feed feeds[UNITS] = {{0}};
     open_after_samples(&w, samples, where);
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), where);
+    const struct oo_use held = use_acquire(w.engine, w.member[0], w.stream, where);
     for (unsigned i = 0; fed && i < UNITS; i++) {
         w.engine->units[w.unit[i]].feed = &feeds[i];
         feeds[i].open = fed == 1;
@@ -74,9 +64,8 @@ static uint64_t leave_after(int samples, int flags, int fed, struct oo_fetched *
 /* A release that cannot reach the driver releases nothing: no call would wait for its last uses. */
 static void without_a_context(const char *where) {
     struct world w;
-    struct oo_use held;
     open_after_samples(&w, 20, where);
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), where);
+    const struct oo_use held = use_acquire(w.engine, w.member[0], w.stream, where);
     const uint64_t before = stats_of(&w).evictions;
     fail_call("cuCtxGetCurrent", 1);
     use_end(w.engine, &held, w.stream, where);
@@ -119,8 +108,7 @@ static void steps_on_the_default_stream(const char *where) {
     world_open_on_device(&w, 60000);
     const uintptr_t own = w.stream;
     w.stream = 0;
-    for (int i = 0; i < 2; i++)
-        need(step(&w), where);
+    steps(&w, 2, where);
     need(world_remove(&w), "remove");
     kernel(own, w.arena, 60000, 1, 1e-6); /* the segment's allocating stream */
     w.stream = own;
@@ -196,10 +184,9 @@ CASE(test_more_streams_than_have_marks_wait_each_time) {
 
 static void a_kernel_on_a_stream_with_an_old_handle(const char *where) {
     struct world w;
-    struct oo_use first;
     world_open_on_device(&w, 400000);
     uintptr_t stream = new_stream(&w);
-    need(acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &first), where);
+    const struct oo_use first = use_acquire(w.engine, w.member[0], stream, where);
     use_end(w.engine, &first, stream, where);
     stream = recycle_stream(&w, stream);
     need(use_on(&w, 0, OO_FORWARD, -1, 0, stream), where);
@@ -303,7 +290,7 @@ static void a_segment_from_a_busy_stream(const char *where) {
     /* The caching allocator hands on what the last owner freed, in the order of the stream. */
     kernel(w.stream, w.arena, 60000 + OO_ALIGNMENT, 1, 3e-3);
     CHECK(world_attach(&w, 60000, -1), "%s: %s", where, oo_error_message());
-    need(step(&w), where);
+    steps(&w, 3, where);
     world_close(&w, where);
 }
 
@@ -316,8 +303,7 @@ static void a_second_segment_from_another_stream(const char *where) {
     char *more = device_memory(&w, 40000);
     kernel(other, more, 40000, 1, 3e-3);
     need(oo_segment_add(w.engine, w.lease, (uintptr_t)more, 40000, other), where);
-    for (int i = 0; i < 2; i++)
-        need(step(&w), where);
+    steps(&w, 2, where);
     need(world_remove(&w), where);
     kernel(other, more, 40000, 1, 1e-6); /* its next owner, at once */
     kernel(w.stream, w.arena, 30000, 1, 1e-6);
@@ -405,8 +391,7 @@ static void through_the_ring(const char *where) {
     world_open_on_device(&w, 60000);
     CHECK(!oo_host_locked(w.host) && stats_of(&w).pageable_bytes == w.total, "%llu pageable bytes",
           (unsigned long long)stats_of(&w).pageable_bytes);
-    for (int i = 0; i < 3; i++)
-        need(step(&w), where);
+    steps(&w, 3, where);
     sim.simRefuseRegistration(0);
     world_close(&w, where);
 }
@@ -536,9 +521,6 @@ static void unlocked_right_after_a_download(const char *where) {
     world_close(&w, where);
 }
 
-CASE(steps_on_a_stream_of_the_caller_on_every_schedule) {
-    for_each_schedule(steps_on_a_stream_of_the_caller);
-}
 CASE(training_after_many_samples_on_every_schedule) {
     for_each_schedule(training_after_many_samples);
 }

@@ -143,8 +143,7 @@ CASE(test_each_unit_is_measured_a_few_times) {
         sim.simHold((OOCUstream)w.stream, late);
         for (int round = 0; round < (late ? 4 : 6); round++) {
             for (unsigned i = 0; i < 6; i++) {
-                struct oo_use use;
-                need(acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &use), "use");
+                const struct oo_use use = use_acquire(w.engine, w.member[i], w.stream, "use");
                 use_end(w.engine, &use, w.stream, "release");
                 if (late && round == 2 && i == 3)
                     oo__pace_forget(w.engine);

@@ -41,8 +41,7 @@ static uint64_t copied(struct world *w) { return stats_of(w).h2d_copies; }
 CASE(what_is_stepped_in_the_arena_stays) {
     struct world w;
     world_open_on_device(&w, ARENA);
-    for (int i = 0; i < 2; i++)
-        need(step(&w), "step");
+    steps(&w, 2, "step");
     uint64_t before = copied(&w);
     for (unsigned i = 0; i < UNITS; i++) {
         const uintptr_t address = rewrite(&w, i, 0, w.stream);
@@ -70,8 +69,7 @@ CASE(what_is_stepped_in_the_arena_stays) {
 CASE(what_is_not_right_goes) {
     struct world w;
     world_open_on_device(&w, ARENA);
-    for (int i = 0; i < 2; i++)
-        need(step(&w), "step");
+    steps(&w, 2, "step");
     CHECK(!rewrite(&w, 1, 7, w.stream) && !resident(&w, 1), "of another stamp");
     w.master[2][0] ^= 1;
     CHECK(!rewrite(&w, 2, 0, w.stream) && !resident(&w, 2), "a byte was written");
@@ -109,11 +107,9 @@ CASE(what_is_not_right_goes) {
  */
 CASE(what_somebody_computes_with_is_replaced_afterwards) {
     struct world w;
-    struct oo_use use;
     world_open_on_device(&w, ARENA);
-    for (int i = 0; i < 2; i++)
-        need(step(&w), "step");
-    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    steps(&w, 2, "step");
+    struct oo_use use = use_acquire(w.engine, w.member[3], w.stream, "acquire");
     CHECK(!rewrite(&w, 3, 0, w.stream), "written to under a use");
     CHECK(resident(&w, 3), "dropped under a use");
     rewritten(&w, 3, 1, 1, w.stream);
@@ -136,12 +132,11 @@ CASE(a_step_waits_for_the_copy_and_for_its_readers) {
     static const int schedules[] = {SIM_TIMED, SIM_RANDOM, SIM_STARVE_COPY, SIM_STARVE_COMPUTE};
     for (unsigned n = 0; n < CHECK_COUNT(schedules); n++) {
         struct world w;
-        struct oo_use use;
         world_open_on_device(&w, ARENA);
         CHECK(sim.simSetSchedule(schedules[n], 5) == 0, "schedule");
         const uintptr_t other = new_stream(&w);
         /* It comes on another stream's behalf, for which this one has not waited. */
-        need(acquire(w.engine, w.member[3], other, 0, OO_FORWARD, -1, 0, &use), "acquire");
+        const struct oo_use use = use_acquire(w.engine, w.member[3], other, "acquire");
         kernel(other, (const void *)use.address, w.bytes[3], 0, 1e-2);
         use_end(w.engine, &use, other, "release");
         const uintptr_t address = rewrite(&w, 3, 0, w.stream);
@@ -176,8 +171,7 @@ CASE(a_step_waits_for_the_copy_and_for_its_readers) {
 CASE(what_comes_in_its_place_waits_for_the_step) {
     struct world w;
     world_open_on_device(&w, SMALL);
-    for (int i = 0; i < 2; i++)
-        need(step(&w), "step");
+    steps(&w, 2, "step");
     const uintptr_t other = new_stream(&w);
     for (unsigned i = 0; i < UNITS; i++) {
         const uintptr_t address = rewrite(&w, i, 0, other);
@@ -196,8 +190,7 @@ CASE(what_comes_in_its_place_waits_for_the_step) {
 CASE(of_two_who_rewrite_a_unit_the_first_has_its_copy) {
     struct world w;
     world_open_on_device(&w, ARENA);
-    for (int i = 0; i < 2; i++)
-        need(step(&w), "step");
+    steps(&w, 2, "step");
     for (int first_ends_first = 0; first_ends_first < 2; first_ends_first++) {
         const uint64_t stamp = (uint64_t)first_ends_first;
         const uintptr_t address = rewrite(&w, 3, stamp, w.stream);
@@ -220,8 +213,7 @@ CASE(of_two_who_rewrite_a_unit_the_first_has_its_copy) {
 CASE(a_copy_that_is_written_may_be_replaced) {
     struct world w;
     world_open_on_device(&w, SMALL);
-    for (int i = 0; i < 3; i++)
-        need(step(&w), "step");
+    steps(&w, 3, "step");
     const uintptr_t address = rewrite(&w, 0, 0, w.stream);
     CHECK(address != 0, "it is not there");
     step_copy(&w, 0, address, 90, 1e-5, w.stream);
@@ -265,8 +257,7 @@ CASE(what_reads_masters_in_place_is_waited_for) {
     for (int is_lost = 0; is_lost < 2; is_lost++) {
         struct world w;
         world_open_on_device(&w, ARENA);
-        for (int i = 0; i < 2; i++)
-            need(step(&w), "step");
+        steps(&w, 2, "step");
         const uintptr_t other = new_stream(&w);
         read_in_place(&w, 3, other, is_lost);
         const uintptr_t copy = rewrite(&w, 3, 0, w.stream);
@@ -291,8 +282,7 @@ CASE(what_reads_masters_in_place_is_waited_for) {
 CASE(nothing_is_fetched_ahead_that_is_rewritten) {
     struct world w;
     world_open_on_device(&w, SMALL);
-    for (int i = 0; i < 3; i++)
-        need(step(&w), "step");
+    steps(&w, 3, "step");
     for (unsigned i = 0; i < UNITS; i++)
         (void)rewrite(&w, i, 1, w.stream); /* nothing is right, and all of it goes */
     const struct oo_stats before = stats_of(&w);
@@ -331,8 +321,7 @@ CASE(what_is_refused) {
     need(oo_model_remove(w.engine, model), "remove");
     CHECK(oo_unit_rewrite(w.engine, unit, NULL, 0, w.stream, &address) == OO_E_ARGUMENT, "gone");
     /* Where the driver fails, nothing is trusted, and the end can be reported. */
-    for (int i = 0; i < 2; i++)
-        need(step(&w), "step");
+    steps(&w, 2, "step");
     const struct oo_stamp stamp = stamp_of(&w, 3, 0);
     fail_call("cuStreamWaitEvent", 1);
     CHECK(oo_unit_rewrite(w.engine, w.unit[3], &stamp, 1, w.stream, &address) == OO_E_DRIVER &&

@@ -237,10 +237,9 @@ static void give_back_to(struct late *late, int how, const struct oo_use *uses, 
 
 static void a_stale_copy_in_use(int how) {
     struct world w;
-    struct oo_use use;
     world_open(&w, 250000, -1);
     struct late late = {.w = &w, .stream = new_stream(&w), .i = 3, .holds = how == HOLDS};
-    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    const struct oo_use use = use_acquire(w.engine, w.member[3], w.stream, "acquire");
     finish();
     fill(w.master[3], w.bytes[3], 99);
     need(oo_engine_refresh(w.engine, w.model), "refresh");

@@ -13,7 +13,7 @@ CASE(test_one_use_more_on_a_known_stream_displaces_nobody) {
     }
     for (int i = 0; i < OO_STREAMS; i++)
         use_end(w.engine, &use[i], streams[i], "release");
-    need(acquire(w.engine, w.member[3], streams[0], 0, OO_FORWARD, -1, 0, &again), "acquire");
+    again = use_acquire(w.engine, w.member[3], streams[0], "acquire");
     use_end(w.engine, &again, streams[0], "release");
     CHECK(w.engine->units[w.unit[3]].n_uses == OO_STREAMS, "%u entries",
           w.engine->units[w.unit[3]].n_uses);
@@ -30,10 +30,10 @@ CASE(test_a_ticket_of_an_earlier_copy_ends_no_use) {
     struct oo_use first, second;
     struct oo_fetched fetched;
     world_open(&w, 400000, -1);
-    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &first), "first");
+    first = use_acquire(w.engine, w.member[3], w.stream, "first");
     use_end(w.engine, &first, w.stream, "release");
     need(oo_engine_refresh(w.engine, w.model), "refresh");
-    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &second), "second");
+    second = use_acquire(w.engine, w.member[3], w.stream, "second");
     CHECK(first.ticket != second.ticket, "two copies with one ticket");
     CHECK(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched) == OO_E_TICKET,
           "the ticket of an earlier copy ended a use");

@@ -436,12 +436,18 @@ static inline enum oo_status acquire_launched(struct oo_engine *engine, uint32_t
     return oo_engine_acquire(engine, &request, flags | OO_LAUNCH, use);
 }
 
-/* A use in a forward, whose kernel takes so many seconds; and its end, which returns what is copied
+/* A use in a forward; with a kernel of so many seconds; and its end, which returns what is copied
  * ahead. */
-static inline struct oo_use use_begin(struct oo_engine *engine, uint32_t member, uintptr_t stream,
-                                      double seconds, const char *what) {
+static inline struct oo_use use_acquire(struct oo_engine *engine, uint32_t member, uintptr_t stream,
+                                        const char *what) {
     struct oo_use use = {0};
     need(acquire(engine, member, stream, 0, OO_FORWARD, -1, 0, &use), what);
+    return use;
+}
+
+static inline struct oo_use use_begin(struct oo_engine *engine, uint32_t member, uintptr_t stream,
+                                      double seconds, const char *what) {
+    const struct oo_use use = use_acquire(engine, member, stream, what);
     need(oo_engine_launch(engine, member, stream, seconds), what);
     return use;
 }
@@ -498,6 +504,11 @@ static inline enum oo_status step(struct world *w) {
             status = use(w, 4 * block + i, OO_BACKWARD);
     }
     return status;
+}
+
+static inline void steps(struct world *w, unsigned count, const char *what) {
+    while (count-- > 0)
+        need(step(w), what);
 }
 
 /* Wait until the copy threads have nothing to do: their calls are not among the next ones. */
