@@ -10,8 +10,7 @@ CASE(test_a_nonblocking_call_never_waits) {
     struct oo_fetched fetched;
     sim.simRefuseRegistration(1);
     world_open(&w, 60000, -1);
-    CHECK(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &use) ==
-              OO_WOULD_BLOCK,
+    CHECK(try_acquire(&w, 0, OO_NONBLOCKING, &use) == OO_WOULD_BLOCK,
           "a unit behind the ring without waiting");
     use = use_acquire(w.engine, w.member[0], w.stream, "acquire");
     CHECK(use.fetched.count == 1 && use.fetched.units[0] == w.unit[0], "%u fetched",
@@ -26,8 +25,7 @@ CASE(test_a_nonblocking_call_never_waits) {
     const struct oo_tensor tensor = {.host = foreign, .bytes = w.bytes[7]};
     fill(foreign, w.bytes[7], 5);
     need(oo_member_move(w.engine, w.member[7], &tensor, 1, &unit, &offset), "move");
-    CHECK(acquire(w.engine, w.member[7], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &use) ==
-              OO_WOULD_BLOCK,
+    CHECK(try_acquire(&w, 7, OO_NONBLOCKING, &use) == OO_WOULD_BLOCK,
           "a unit in memory that the engine does not know, without waiting");
     free(foreign);
     world_close(&w, "nonblocking");
@@ -40,9 +38,7 @@ CASE(test_a_nonblocking_call_leaves_when_the_engine_is_busy) {
     struct oo_fetched fetched;
     world_open(&w, 60000, -1);
     oo__mutex_lock(w.engine->mutex);
-    CHECK(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held) ==
-              OO_WOULD_BLOCK,
-          "acquired in a busy engine");
+    CHECK(try_acquire(&w, 0, OO_NONBLOCKING, &held) == OO_WOULD_BLOCK, "acquired in a busy engine");
     CHECK(oo_engine_release(w.engine, 0, w.stream, OO_NONBLOCKING, &fetched) == OO_WOULD_BLOCK,
           "released in a busy engine");
     const struct oo_stamp stamp = {w.member[0], 7};
@@ -58,8 +54,7 @@ CASE(test_a_nonblocking_call_leaves_when_the_engine_is_busy) {
     CHECK(w.engine->units[w.unit[0]].stale, "trusted");
     need(oo_engine_stamp(w.engine, &stamp, 1, OO_NONBLOCKING), "stamp");
     CHECK(w.engine->members[w.member[0]].stamp == 7, "not stamped");
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held),
-         "acquire");
+    need(try_acquire(&w, 0, OO_NONBLOCKING, &held), "acquire");
     need(oo_engine_release(w.engine, held.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
     need(world_remove(&w), "remove");
     CHECK(oo_engine_destroy(w.engine) == OO_E_STATE &&
@@ -107,10 +102,6 @@ static void close_apart(struct world *w, struct oo_host *host, const char *what)
     need(world_remove(w), "remove");
     end_memory(w->engine, host);
     world_close(w, what);
-}
-
-static enum oo_status try_acquire(struct world *w, unsigned i, int flags, struct oo_use *use) {
-    return acquire(w->engine, w->member[i], w->stream, 0, OO_FORWARD, -1, flags, use);
 }
 
 /* A copy that the driver's queue has no room for waits until the device has taken another from it:
@@ -323,8 +314,7 @@ CASE(test_unknown_flags_are_refused) {
         const struct oo_stats before = stats_of(&w);
         struct oo_use use;
         if (!(flag & (OO_NONBLOCKING | OO_LAUNCH)))
-            CHECK(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, flag | OO_NONBLOCKING,
-                          &use) == OO_E_ARGUMENT &&
+            CHECK(try_acquire(&w, 0, flag | OO_NONBLOCKING, &use) == OO_E_ARGUMENT &&
                       strstr(oo_error_message(), "oo_engine_acquire: unknown flags 0x"),
                   "acquire with bit %u: %s", bit, oo_error_message());
         if (flag != OO_NONBLOCKING)
@@ -457,8 +447,7 @@ CASE(test_a_failed_upload_leaves_the_unit_absent) {
         struct oo_use use;
         world_open_on_device(&w, 60000);
         fail_call(calls[i], nth[i]);
-        CHECK(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_DRIVER,
-              "%s", calls[i]);
+        CHECK(try_acquire(&w, 0, 0, &use) == OO_E_DRIVER, "%s", calls[i]);
         CHECK(stats_of(&w).resident_units == (i == 2 ? 1u : 0u), "%s %u: resident", calls[i], i);
         need(step(&w), "the next step");
         world_close(&w, calls[i]);

@@ -208,6 +208,7 @@ static void close_model(struct model *m, const char *where) {
     free(m->staging);
     free(m);
     CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
+    set_memory(LOCKED);
 }
 
 static enum oo_status use_layer(struct model *m, unsigned i, const char *where) {
@@ -267,7 +268,6 @@ CASE(each_kind_mode_and_memory_gives_its_bits) {
             CHECK(memory != LOCKED || stats.host_waits == 0, "%s: %llu host waits", where,
                   (unsigned long long)stats.host_waits);
             close_model(m, where);
-            set_memory(LOCKED);
         }
 }
 
@@ -311,7 +311,6 @@ CASE(what_travels_is_counted_as_it_is_coded) {
                   (memory >= KEPT || memory < IN_A_FILE || stats.disk_read_bytes == m->link_bytes),
               "memory %d: %llu bytes read", (int)memory, (unsigned long long)stats.disk_read_bytes);
         close_model(m, "counted");
-        set_memory(LOCKED);
     }
 }
 
@@ -347,7 +346,6 @@ CASE(a_chunk_passes_through_the_ring_in_steps) {
     }
     CHECK(nth - 1 == (unit->parts[0].bytes + most - 1) / most, "%u steps", nth - 1);
     close_model(m, "in steps");
-    set_memory(LOCKED);
 }
 
 #if !defined(_WIN32)
@@ -361,7 +359,6 @@ CASE(no_use_looks_at_what_is_in_a_file) {
         need(use_layer(m, i, "not looked at"), "use");
     CHECK(mprotect(pages, oo_host_bytes(m->host), PROT_READ | PROT_WRITE) == 0, "protected");
     close_model(m, "not looked at");
-    set_memory(LOCKED);
 }
 
 CASE(headers_that_memory_has_are_not_looked_at) {
@@ -375,7 +372,6 @@ CASE(headers_that_memory_has_are_not_looked_at) {
     CHECK(mprotect(pages, oo_host_bytes(m->host), PROT_READ | PROT_WRITE) == 0, "protected");
     need(oo_host_destroy(other), "destroy");
     close_model(m, "not looked at");
-    set_memory(LOCKED);
 }
 
 CASE(headers_of_a_file_that_was_cut_off_are_not_kept) {
@@ -385,7 +381,6 @@ CASE(headers_of_a_file_that_was_cut_off_are_not_kept) {
     keep_all(m);
     CHECK(oo_host_arrived(m->room) == 0, "%zu bytes", oo_host_arrived(m->room));
     close_model(m, "cut off");
-    set_memory(LOCKED);
 }
 #endif
 
@@ -434,7 +429,6 @@ CASE(a_chunk_of_which_a_read_fails_is_not_decoded) {
         }
         CHECK(fewer >= n_reads - TENSORS / 2, "%u of %u", fewer, n_reads);
         close_model(m, "a read fails");
-        set_memory(LOCKED);
     }
 }
 
@@ -529,10 +523,7 @@ CASE(a_copy_that_failed_after_decodes_leaves_them_loose) {
     size_t offsets[2];
     struct oo_use use_of_it;
     world_open_coded(&w, 400000, -1);
-    const struct oo_tensor row[] = {{.host = w.master[4],
-                                     .bytes = w.bytes[4],
-                                     .coded_bytes = w.coded_bytes[4],
-                                     .coded_kind = OO_CODEC_INT8},
+    const struct oo_tensor row[] = {world_coded_master(&w, 4),
                                     {.host = w.master[3], .bytes = w.bytes[3]}};
     unit = add_row(w.engine, w.model, row, 2, members, offsets);
     CHECK(w.engine->units[unit].decodes && !w.engine->units[unit].only_decoded, "not mixed");
@@ -689,10 +680,7 @@ CASE(a_trainable_unit_takes_no_coded_master) {
     uint32_t unit;
     size_t offset;
     world_open_coded(&w, 400000, 20);
-    const struct oo_tensor coded = {.host = w.master[1],
-                                    .bytes = w.bytes[1],
-                                    .coded_bytes = w.coded_bytes[1],
-                                    .coded_kind = OO_CODEC_INT8};
+    const struct oo_tensor coded = world_coded_master(&w, 1);
     CHECK(oo_member_move(w.engine, w.member[20], &coded, 1, &unit, &offset) == OO_E_ARGUMENT &&
               strstr(oo_error_message(), "trainable"),
           "moved: %s", oo_error_message());
@@ -943,10 +931,7 @@ CASE(masters_become_coded_and_plain_again) {
     world_open_coded(&w, 60000, -1);
     for (int round = 0; round < 6; round++) {
         for (unsigned i = 1; i < UNITS; i += 3) {
-            const struct oo_tensor coded = {.host = w.master[i],
-                                            .bytes = w.bytes[i],
-                                            .coded_bytes = w.coded_bytes[i],
-                                            .coded_kind = OO_CODEC_INT8};
+            const struct oo_tensor coded = world_coded_master(&w, i);
             const struct oo_tensor plain = {.host = w.expected[i], .bytes = w.bytes[i]};
             need(oo_member_move(w.engine, w.member[i], round % 2 ? &coded : &plain, 1, &unit,
                                 &offset),

@@ -177,7 +177,7 @@ CASE(test_each_call_needs_the_context) {
     CHECK(w.engine->compute == NULL, "a stream was created");
     FAILS(oo_engine_mem_info(w.engine, &free_bytes, &total_bytes));
     CHECK(free_bytes == 77, "asked all the same");
-    FAILS(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held));
+    FAILS(try_acquire(&w, 0, 0, &held));
     FAILS(oo_engine_prefetch(w.engine, &fetched));
     FAILS(oo_engine_launch(w.engine, w.member[0], w.stream, 0));
     FAILS(oo_engine_spin(w.engine, w.stream, 0));

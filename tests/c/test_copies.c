@@ -244,8 +244,7 @@ CASE(a_wait_that_was_not_queued_tells_nothing) {
     struct oo_use use;
     open_one_by_one(&w);
     fail_call("cuStreamWaitEvent", 1);
-    CHECK(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_DRIVER,
-          "no error");
+    CHECK(try_acquire(&w, 3, 0, &use) == OO_E_DRIVER, "no error");
     gradient_from(&w, w.stream);
     CHECK(hold_and_write(&w, 0) == 1, "not waited for");
     world_close(&w, "not queued");
@@ -295,8 +294,7 @@ CASE(a_copy_that_failed_half_way_is_waited_for) {
     struct oo_use use;
     open_one_by_one(&w);
     fail_call("cuEventRecord", 2); /* the first begins a measurement */
-    CHECK(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_DRIVER,
-          "no error");
+    CHECK(try_acquire(&w, 3, 0, &use) == OO_E_DRIVER, "no error");
     CHECK(hold_and_write(&w, 0) == 1, "not waited for");
     world_close(&w, "half-way");
 }

@@ -576,7 +576,7 @@ static uint64_t life_that_ends_at(uint64_t nth, int schedule) {
         status = step(&w);
     int in_use = 0;
     if (status == OO_OK) {
-        status = acquire(w.engine, w.member[2], w.stream, 0, OO_FORWARD, -1, 0, &held);
+        status = try_acquire(&w, 2, 0, &held);
         in_use = status == OO_OK;
     }
     if (status == OO_OK)

@@ -231,8 +231,7 @@ static void check_dead(const struct world *w, const struct fault *fault, enum oo
 static void check_all_dead(struct world *w, const struct fault *fault) {
     struct oo_use use;
     uint32_t model;
-    check_dead(w, fault, acquire(w->engine, w->member[0], w->stream, 0, OO_FORWARD, -1, 0, &use),
-               "acquire");
+    check_dead(w, fault, try_acquire(w, 0, 0, &use), "acquire");
     check_dead(w, fault, bring_gradient(w, 0), "download");
     check_dead(w, fault, oo_engine_hold(w->engine), "hold");
     check_dead(w, fault, oo_model_add(w->engine, &model), "attach");

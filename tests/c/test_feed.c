@@ -188,17 +188,14 @@ CASE(an_acquire_that_must_not_wait_is_refused_while_anything_is_fed) {
         return;
     }
     const uint64_t acquires = stats_of(&w).acquires;
-    CHECK(acquire(w.engine, w.member[absent], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held) ==
-                  OO_WOULD_BLOCK &&
+    CHECK(try_acquire(&w, absent, OO_NONBLOCKING, &held) == OO_WOULD_BLOCK &&
               stats_of(&w).acquires == acquires,
           "it may have to wait");
-    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held),
-         "what is there");
+    need(try_acquire(&w, 3, OO_NONBLOCKING, &held), "what is there");
     need(oo_engine_release(w.engine, held.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
     open_gate(&w);
     CHECK(oo_plan_resident(w.engine->plan, w.unit[absent]) == NULL, "unit %u is there", absent);
-    need(acquire(w.engine, w.member[absent], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held),
-         "nothing is fed");
+    need(try_acquire(&w, absent, OO_NONBLOCKING, &held), "nothing is fed");
     use_end(w.engine, &held, w.stream, "release");
     end_with_two_unlocked(&w, host, "acquire");
 }

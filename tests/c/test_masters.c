@@ -86,8 +86,7 @@ CASE(test_a_lost_piece_of_the_ring_is_waited_for) {
     char *gradient = device_memory(&w, 5000);
     kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 5e-3); /* uploads are slow */
     fail_call("cuEventRecord", 2);                      /* the copy's begin, then the piece */
-    CHECK(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
-          "no error");
+    CHECK(try_acquire(&w, 0, 0, &held) == OO_E_DRIVER, "no error");
     CHECK(w.engine->up.lost[0] == 1, "not lost");
     const double began = sim.simNow();
     const uint64_t recoveries = stats_of(&w).recoveries;
@@ -100,8 +99,7 @@ CASE(test_a_lost_piece_of_the_ring_is_waited_for) {
     /* A copy that failed to queue may have been queued, so it is waited for as well. */
     feeds_end(&w);
     fail_call("cuMemcpyHtoDAsync", 1);
-    CHECK(acquire(w.engine, w.member[12], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
-          "no error");
+    CHECK(try_acquire(&w, 12, 0, &held) == OO_E_DRIVER, "no error");
     for (unsigned i = 13; i < 13 + OO_RING_PIECES; i++)
         need(use(&w, i, OO_FORWARD), "use");
     CHECK(stats_of(&w).recoveries == recoveries + 2, "%llu recoveries",

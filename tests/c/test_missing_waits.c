@@ -304,8 +304,7 @@ static void hold_plain(struct world *w, unsigned from, unsigned end) {
     struct oo_use uses[UNITS];
     unsigned held = 0;
     for (unsigned i = from; i < end; i += 3)
-        held +=
-            acquire(w->engine, w->member[i], w->stream, 0, OO_FORWARD, -1, 0, &uses[held]) == OO_OK;
+        held += try_acquire(w, i, 0, &uses[held]) == OO_OK;
     CHECK(held > 0, "nothing has room");
     while (held)
         use_end(w->engine, &uses[--held], w->stream, "release");
@@ -344,7 +343,7 @@ static void a_rest_overwritten_under_a_kernel(struct world *w, unsigned missing)
     touch(w, 9, w->stream);
     absent = missing;
     absent_of = w->engine->h2d;
-    need(acquire(w->engine, w->member[10], w->stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(try_acquire(w, 10, 0, &use), "acquire");
     hold_plain(w, 15, 16);
     use_end(w->engine, &use, w->stream, "release");
     detach(w);
@@ -354,10 +353,7 @@ static void a_kernel_before_what_is_not_coded_has_come(struct world *w, unsigned
     uint32_t unit;
     size_t offsets[2];
     attach_coded(w, 400000);
-    const struct oo_tensor both[] = {{.host = w->master[1],
-                                      .bytes = w->bytes[1],
-                                      .coded_bytes = w->coded_bytes[1],
-                                      .coded_kind = OO_CODEC_INT8},
+    const struct oo_tensor both[] = {world_coded_master(w, 1),
                                      {.host = w->master[0], .bytes = w->bytes[0]}};
     need(oo_member_move(w->engine, w->member[1], both, 2, &unit, offsets), "move");
     absent = missing;

@@ -120,8 +120,7 @@ CASE(what_somebody_computes_with_is_replaced_afterwards) {
     CHECK(stats_of(&w).stale == stale + 1, "not copied again");
     /* Likewise with the use that writes: others do not compute with what is written. */
     CHECK(rewrite(&w, 3, 0, w.stream) != 0, "it is there");
-    CHECK(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_STATE,
-          "computed with");
+    CHECK(try_acquire(&w, 3, 0, &use) == OO_E_STATE, "computed with");
     rewritten(&w, 3, 0, 1, w.stream);
     need(use_on(&w, 3, OO_FORWARD, -1, 0, w.stream), "forward");
     world_close(&w, "in use");

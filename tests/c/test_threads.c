@@ -253,7 +253,7 @@ static void a_stale_copy_in_use(int how) {
 /* Compute with unit after unit until there is no place for the next, whose number it returns. */
 static unsigned fill_arena(const struct world *w, struct oo_use *uses) {
     for (unsigned i = 0; i < UNITS; i++)
-        if (acquire(w->engine, w->member[i], w->stream, 0, OO_FORWARD, -1, 0, &uses[i]) != OO_OK)
+        if (try_acquire(w, i, 0, &uses[i]) != OO_OK)
             return i;
     CHECK(0, "the arena has room for all");
     return 0;
@@ -294,7 +294,7 @@ CASE(test_a_unit_in_use_is_shared_at_once) {
     unsigned n = 0, largest = 0;
     size_t in_use = 0;
     for (unsigned i = 0; i < UNITS; i++) {
-        if (acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &uses[n]) != OO_OK)
+        if (try_acquire(&w, i, 0, &uses[n]) != OO_OK)
             continue;
         n++;
         in_use += w.bytes[i];
@@ -411,8 +411,7 @@ CASE(test_room_that_a_thread_keeps_itself_is_not_waited_for) {
         need(oo_engine_keep(w.engine, w.member[k], 0, &kept[k]), "keep");
     for (unsigned k = 0; k < n; k++)
         use_end(w.engine, &uses[k], w.stream, "release");
-    CHECK(acquire(w.engine, w.member[n], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_NO_ROOM,
-          "there was room");
+    CHECK(try_acquire(&w, n, 0, &use) == OO_E_NO_ROOM, "there was room");
     need(oo_engine_unmap(w.engine, w.member[n + 1], w.stream), "unmap");
     for (unsigned k = 0; k < n; k++)
         need(oo_engine_end(w.engine, kept[k].ticket, w.stream), "end");

@@ -231,6 +231,14 @@ static inline char *world_master(struct world *w, unsigned i, int coded, char *m
     return master + (tensor->coded_bytes + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
 }
 
+/* As unit i's coded master is. */
+static inline struct oo_tensor world_coded_master(const struct world *w, unsigned i) {
+    return (struct oo_tensor){.host = w->master[i],
+                              .bytes = w->bytes[i],
+                              .coded_bytes = w->coded_bytes[i],
+                              .coded_kind = OO_CODEC_INT8};
+}
+
 /* Everything but the engine; 0 when some call failed (possible only while faults are injected),
  * with its status in w->refused. */
 static inline int world_attach(struct world *w, size_t arena_bytes, int trainable_from) {
@@ -434,6 +442,11 @@ static inline enum oo_status acquire_launched(struct oo_engine *engine, uint32_t
                                        .task = task,
                                        .seconds = seconds};
     return oo_engine_acquire(engine, &request, flags | OO_LAUNCH, use);
+}
+
+static inline enum oo_status try_acquire(const struct world *w, unsigned i, int flags,
+                                         struct oo_use *use) {
+    return acquire(w->engine, w->member[i], w->stream, 0, OO_FORWARD, -1, flags, use);
 }
 
 /* A use in a forward; with a kernel of so many seconds; and its end, which returns what is copied
