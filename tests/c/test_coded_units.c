@@ -619,9 +619,7 @@ CASE(what_is_no_coded_master_is_refused) {
     CHECK(oo_unit_add(m->engine, m->model, first_is_bad, &two, 1, 0, &unit, &member, offsets) ==
               OO_E_ARGUMENT,
           "the second is good");
-    CHECK(oo_unit_set_trainable(m->engine, m->layers[0].unit, 1) == OO_E_ARGUMENT &&
-              strstr(oo_error_message(), "coded weights"),
-          "trainable: %s", oo_error_message());
+    ANSWERS(OO_E_ARGUMENT, "coded weights", oo_unit_set_trainable(m->engine, m->layers[0].unit, 1));
     need(oo_unit_set_trainable(m->engine, m->layers[0].unit, 0), "as it is");
     need(use_layer(m, 0, "after all of it"), "use");
     close_model(m, "refused");
@@ -681,9 +679,8 @@ CASE(a_trainable_unit_takes_no_coded_master) {
     size_t offset;
     world_open_coded(&w, 400000, 20);
     const struct oo_tensor coded = world_coded_master(&w, 1);
-    CHECK(oo_member_move(w.engine, w.member[20], &coded, 1, &unit, &offset) == OO_E_ARGUMENT &&
-              strstr(oo_error_message(), "trainable"),
-          "moved: %s", oo_error_message());
+    ANSWERS(OO_E_ARGUMENT, "trainable",
+            oo_member_move(w.engine, w.member[20], &coded, 1, &unit, &offset));
     need(use(&w, 20, OO_FORWARD), "as before");
     world_close(&w, "trainable");
 }
@@ -707,21 +704,17 @@ CASE(a_build_or_driver_that_cannot_decode_says_so) {
     need(oo_lease_add(engine, &lease), "lease");
     const struct oo_driver whole = engine->driver;
     engine->driver.cuMemsetD32Async = NULL;
-    CHECK(oo_staging_add(engine, lease, (uintptr_t)memory, STAGING, stream) == OO_E_DRIVER_OLD &&
-              strstr(oo_error_message(), "cuMemsetD32Async"),
-          "no memset: %s", oo_error_message());
+    ANSWERS(OO_E_DRIVER_OLD, "cuMemsetD32Async",
+            oo_staging_add(engine, lease, (uintptr_t)memory, STAGING, stream));
     engine->driver = whole;
     engine->driver.cuLaunchKernel = NULL;
-    CHECK(oo_staging_add(engine, lease, (uintptr_t)memory, STAGING, stream) == OO_E_STATE &&
-              strstr(oo_error_message(), "no kernels"),
-          "no kernels: %s", oo_error_message());
+    ANSWERS(OO_E_STATE, "no kernels",
+            oo_staging_add(engine, lease, (uintptr_t)memory, STAGING, stream));
     engine->driver = whole;
-    CHECK(oo_staging_add(engine, lease + 1, (uintptr_t)memory, STAGING, stream) == OO_E_ARGUMENT &&
-              strstr(oo_error_message(), "lease"),
-          "no lease: %s", oo_error_message());
-    CHECK(oo_staging_add(engine, lease, (uintptr_t)memory, 1023, stream) == OO_E_ARGUMENT &&
-              strstr(oo_error_message(), "holds less than 1024"),
-          "no room: %s", oo_error_message());
+    ANSWERS(OO_E_ARGUMENT, "lease",
+            oo_staging_add(engine, lease + 1, (uintptr_t)memory, STAGING, stream));
+    ANSWERS(OO_E_ARGUMENT, "holds less than 1024",
+            oo_staging_add(engine, lease, (uintptr_t)memory, 1023, stream));
     need(oo_staging_add(engine, lease, (uintptr_t)memory, STAGING, stream), "staging");
     int priority = 1, least, greatest, flags = 0;
     sim.cuCtxPushCurrent_v2(engine->context);
@@ -838,9 +831,7 @@ CASE(without_room_in_staging_memory_a_unit_does_not_travel) {
     need(use_layer(m, 0, "with"), "with");
     need(oo_engine_refresh(m->engine, OO_ALL_MODELS), "refresh");
     need(oo_lease_remove(m->engine, m->staging_lease), "remove");
-    CHECK(use_layer(m, 0, "without") == OO_E_STATE &&
-              strstr(oo_error_message(), "the largest piece of staging memory has 0"),
-          "without: %s", oo_error_message());
+    ANSWERS(OO_E_STATE, "the largest piece of staging memory has 0", use_layer(m, 0, "without"));
     need(oo_lease_add(m->engine, &m->staging_lease), "lease");
     need(oo_staging_add(m->engine, m->staging_lease, (uintptr_t)m->staging, 4096, m->stream),
          "little");

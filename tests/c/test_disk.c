@@ -343,8 +343,7 @@ CASE(where_nothing_can_be_locked_it_is_read_all_the_same) {
     CHECK(n_reads > 2 * UNITS, "%u reads", n_reads);
     lasts = 1;
     fails = 1;
-    CHECK(step(&w) == OO_E_FILE && strstr(oo_error_message(), "Input/output"), "%s",
-          oo_error_message());
+    ANSWERS(OO_E_FILE, "Input/output", step(&w));
     fails = 0;
     need(step(&w), "the next step");
     end(&w, "without a ring");
@@ -679,9 +678,9 @@ CASE(a_read_that_ends_in_its_last_page_is_short) {
     char *room = oo__pages_map(oo__ring_piece_bytes);
     CHECK(oo__disk_skew(w.master[UNIT] + bytes) > 1, "it ends with a page");
     w.host->disk->read = one_less;
-    CHECK(!bring(&w, part, w.master[UNIT], bytes, room, &failure, &is_read) &&
-              oo__disk_fail(&failure) == OO_E_FILE && strstr(oo_error_message(), "ended before"),
-          "not short: %s", oo_error_message());
+    ANSWERS(OO_E_FILE, "ended before",
+            !bring(&w, part, w.master[UNIT], bytes, room, &failure, &is_read) &&
+                oo__disk_fail(&failure));
     CHECK(oo_host_arrived(kept_in) == 0, "%zu bytes are kept", oo_host_arrived(kept_in));
     w.host->disk->read = counted_read;
     oo__pages_unmap(room, oo__ring_piece_bytes);
@@ -711,9 +710,7 @@ CASE(what_cannot_be_kept) {
     const size_t all = oo_host_bytes(w.host);
     struct oo_host *other;
     need(oo_host_create(8192, &other), "memory");
-    CHECK(keep(&w, w.host, BEFORE + 1, 1, other, 0) == OO_E_ARGUMENT &&
-              strstr(oo_error_message(), "kept already"),
-          "%s", oo_error_message());
+    ANSWERS(OO_E_ARGUMENT, "kept already", keep(&w, w.host, BEFORE + 1, 1, other, 0));
     CHECK(keep(&w, w.host, BEFORE - 1, 2, other, 0) == OO_E_ARGUMENT, "from before it");
     need(keep(&w, w.host, 0, BEFORE - 1, other, 1), "what is free");
     CHECK(keep(&w, w.host, all, 1, other, 0) == OO_E_ARGUMENT, "behind the file");
@@ -815,9 +812,7 @@ CASE(a_file_that_was_written_is_refused_until_it_is_as_it_was) {
             CHECK(status == OO_E_FILE && strstr(oo_error_message(), "was written since"),
                   "change %d: %s: %s", change, oo_status_name(status), oo_error_message());
         }
-        CHECK(oo_host_check(w.host, BEFORE, w.total) == OO_E_FILE &&
-                  strstr(oo_error_message(), path),
-              "%s", oo_error_message());
+        ANSWERS(OO_E_FILE, path, oo_host_check(w.host, BEFORE, w.total));
         change_back(change, &was);
         need(step(&w), "the next step");
         need(oo_host_check(w.host, BEFORE, w.total), "check");

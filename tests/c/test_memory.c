@@ -187,9 +187,7 @@ CASE(test_host_memory_is_filled_where_asked) {
     CHECK(memcmp(memory, source + 5, 11) == 0 && memory[11] == 0, "wrong bytes");
     need(oo_host_fill(host, large + 100, source, 0), "fill nothing at the end");
     need(oo_host_fill(host, 100, source, large), "fill to the last byte");
-    CHECK(oo_host_fill(host, 101, source, large) == OO_E_ARGUMENT &&
-              strstr(oo_error_message(), "exceeds"),
-          "one byte too many");
+    ANSWERS(OO_E_ARGUMENT, "exceeds", oo_host_fill(host, 101, source, large));
     CHECK(oo_host_fill(host, large + 101, source, 0) == OO_E_ARGUMENT, "an offset behind the end");
     CHECK(oo_host_fill(host, SIZE_MAX, source, 2) == OO_E_ARGUMENT, "an offset that overflows");
     free(source);

@@ -416,9 +416,8 @@ CASE(what_is_refused) {
           "from the end of memory");
     CHECK(oo_trip_out(engine, (void *)UINTPTR_MAX, here, 4, t.w.stream, &none) == OO_E_ARGUMENT,
           "to the end of memory");
-    CHECK(oo_trip_out(engine, pageable, here, 256, t.w.stream, &none) == OO_E_STATE &&
-              strstr(oo_error_message(), "not page-locked"),
-          "to pageable memory");
+    ANSWERS(OO_E_STATE, "not page-locked",
+            oo_trip_out(engine, pageable, here, 256, t.w.stream, &none));
     CHECK(oo_trip_back(engine, back, here, t.w.stream, &none) == OO_E_ARGUMENT, "back of back");
     CHECK(oo_trip_back(engine, 77, here, t.w.stream, &none) == OO_E_TICKET, "back of none");
     CHECK(oo_trip_end(engine, UINT32_MAX) == OO_E_TICKET, "end of none");

@@ -237,8 +237,7 @@ CASE(test_a_move_that_fails_changes_nothing) {
         sim.simFaultClear();
         if (status == OO_OK)
             break;
-        CHECK(status == OO_E_DRIVER && strstr(oo_error_message(), "cuEventCreate"), "%s",
-              oo_error_message());
+        ANSWERS(OO_E_DRIVER, "cuEventCreate", status);
         for (int i = 0; i < 2; i++) {
             struct oo_use use = use_begin(w.engine, members[i], w.stream, 1e-6, "acquire");
             const size_t offset = i ? w.bytes[0] : 0;

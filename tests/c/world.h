@@ -49,6 +49,14 @@ static inline void need(enum oo_status status, const char *what) {
     CHECK(status == OO_OK, "%s: %s: %s", what, oo_status_name(status), oo_error_message());
 }
 
+/* The call answers so, in these words among others. */
+#define ANSWERS(expected, words, call)                                                             \
+    do {                                                                                           \
+        const enum oo_status answer = (call);                                                      \
+        CHECK(answer == (expected) && strstr(oo_error_message(), words), "%s: %s: %s", #call,      \
+              oo_status_name(answer), oo_error_message());                                         \
+    } while (0)
+
 static inline void fill(char *master, size_t bytes, unsigned pattern) {
     for (size_t i = 0; i < bytes; i++)
         master[i] = (char)(pattern * 37 + i * 11 + (i >> 8));
