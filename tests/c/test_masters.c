@@ -120,8 +120,7 @@ CASE(test_a_buffer_is_locked_up_to_where_it_was_asked) {
     struct world w;
     struct oo_host *host;
     const size_t page = oo__page_bytes();
-    uint32_t unit[2], member[2];
-    const uint32_t two = 2;
+    uint32_t member[2];
     size_t offset[2];
     world_open(&w, 400000, -1);
     need(oo_host_create(6 * page, &host), "host");
@@ -139,9 +138,8 @@ CASE(test_a_buffer_is_locked_up_to_where_it_was_asked) {
     const struct oo_tensor rows[3] = {{.host = base, .bytes = page},
                                       {.host = base + page, .bytes = page},
                                       {.host = base + 2 * page, .bytes = page}};
-    unit[0] = add_unit(w.engine, w.model, rows, 1, &member[0], offset);
-    need(oo_unit_add(w.engine, w.model, rows + 1, &two, 1, 0, &unit[1], &member[1], offset),
-         "unit");
+    add_unit(w.engine, w.model, rows, 1, &member[0], offset);
+    add_unit(w.engine, w.model, rows + 1, 2, &member[1], offset);
     CHECK(stats_of(&w).pageable_bytes == page, "%llu",
           (unsigned long long)stats_of(&w).pageable_bytes);
     for (int i = 0; i < 2; i++) {
@@ -150,7 +148,8 @@ CASE(test_a_buffer_is_locked_up_to_where_it_was_asked) {
                   (i ? OO_WOULD_BLOCK : OO_OK),
               "%d: only what passes through the ring may block", i);
         if (i)
-            held = use_begin(w.engine, member[i], w.stream, 1e-6, "acquire");
+            held = use_acquire(w.engine, member[i], w.stream, "acquire");
+        need(oo_engine_launch(w.engine, member[i], w.stream, 1e-6), "launch");
         CHECK(memcmp((void *)held.address, base + (size_t)i * page, (size_t)(i + 1) * page) == 0,
               "%d: wrong bytes", i);
         use_end(w.engine, &held, w.stream, "release");

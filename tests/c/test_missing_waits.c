@@ -118,7 +118,8 @@ static void masters_unlocked_under_a_copy(struct world *w, unsigned missing) {
           oo_error_message());
     absent = 0;
     if (missing)
-        end_memory(w->engine, w->host);
+        need(oo_engine_unlock(w->engine, w->host), "unlock");
+    oo_host_destroy(w->host);
     end_device_memory(w, slot);
     free(w->arena);
 }
@@ -257,7 +258,8 @@ static void download(struct world *w, int locked, unsigned missing) {
          "download");
     absent = 0;
     if (locked)
-        end_memory(w->engine, target);
+        need(oo_engine_unlock(w->engine, target), "unlock");
+    oo_host_destroy(target);
     detach(w);
 }
 
