@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 PROGRAMS = {path.stem: c_programs.cases(path) for path in c_programs.programs()}
-# A program without a case of a name is one. Marked: what .ci/run has under sanitizers (`make
+# A program without cases is one case. Marked: what .ci/run has under sanitizers (`make
 # asan-check`), all but the first case of each program that is not long.
 CASES = [
     pytest.param(name, case, marks=pytest.mark.elsewhere if nth or name in c_programs.LONG else ())

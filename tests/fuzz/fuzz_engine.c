@@ -379,7 +379,7 @@ static void free_layer(struct layer *layer) {
 }
 
 /* A unit of one to three members, of one or two tensors each. */
-static enum oo_status add_unit(struct fuzz *f, struct attached *m, struct input *in, char **at) {
+static enum oo_status add_members(struct fuzz *f, struct attached *m, struct input *in, char **at) {
     struct oo_tensor tensors[3 * TENSORS];
     size_t offsets[3 * TENSORS];
     uint32_t counts[3] = {0}, members[3], unit;
@@ -521,7 +521,7 @@ static void attach(struct fuzz *f, struct attached *m, struct input *in) {
         status = add_staging(f, m, any_stream(f, in));
     char *at = oo_host_address(m->host);
     for (unsigned n = 1 + below(in, 12); n-- > 0 && status == OO_OK && m->n_layers < LAYERS;)
-        status = add_unit(f, m, in, &at);
+        status = add_members(f, m, in, &at);
     m->live = status == OO_OK;
     if (m->live)
         return;
