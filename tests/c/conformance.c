@@ -122,7 +122,12 @@ enum how {
     PLAIN = 0,
     SET_UP = 1, /* between set_up and tear_down */
     ALONE = 2,  /* in a process of its own */
-    DEADLY = 4  /* no tear_down: the context is gone */
+    DEADLY = 4, /* no tear_down: the context is gone */
+    /* What it needs of a driver that may be older. */
+    GATE = 8,
+    TIMES = 16,
+    KERNELS = 32,
+    CAPTURES = 64
 };
 
 struct conformance_case {
@@ -647,8 +652,7 @@ CASE(copies_over_two_registrations_are_refused, SET_UP) {
     OK(cu.cuMemHostUnregister(block + PAGE / 2));
 }
 
-CASE(a_pinned_source_is_read_when_the_copy_runs, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(a_pinned_source_is_read_when_the_copy_runs, SET_UP | GATE) {
     pinned[0] = 1;
     shut(a);
     OK(cu.cuMemcpyHtoDAsync(device, pinned, 4, a));
@@ -729,8 +733,7 @@ CASE(an_idle_stream_is_ready, SET_UP) {
     OK(cu.cuStreamQuery(OOCU_STREAM_LEGACY));
 }
 
-CASE(a_busy_stream_is_not_ready, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(a_busy_stream_is_not_ready, SET_UP | GATE) {
     shut(a);
     IS(OOCU_ERROR_NOT_READY, cu.cuStreamQuery(a));
     OK(cu.cuStreamQuery(b));
@@ -739,8 +742,7 @@ CASE(a_busy_stream_is_not_ready, SET_UP) {
     OK(cu.cuStreamQuery(a));
 }
 
-CASE(destroying_a_stream_drops_no_work, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(destroying_a_stream_drops_no_work, SET_UP | GATE) {
     OOCUstream stream;
     OK(cu.cuStreamCreateWithPriority(&stream, OOCU_STREAM_NON_BLOCKING, 0));
     put(1, stream);
@@ -755,8 +757,7 @@ CASE(destroying_a_stream_drops_no_work, SET_UP) {
     TRUE(word(0) == 2);
 }
 
-CASE(a_non_blocking_stream_ignores_the_legacy_one, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(a_non_blocking_stream_ignores_the_legacy_one, SET_UP | GATE) {
     shut(OOCU_STREAM_LEGACY);
     put(3, a);
     TRUE(becomes_ready(a));
@@ -764,8 +765,7 @@ CASE(a_non_blocking_stream_ignores_the_legacy_one, SET_UP) {
     OK(cu.cuStreamSynchronize(OOCU_STREAM_LEGACY));
 }
 
-CASE(a_blocking_stream_waits_for_the_legacy_one, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(a_blocking_stream_waits_for_the_legacy_one, SET_UP | GATE) {
     OOCUstream blocking;
     OK(cu.cuStreamCreateWithPriority(&blocking, OOCU_STREAM_DEFAULT, 0));
     shut(NULL);
@@ -778,8 +778,7 @@ CASE(a_blocking_stream_waits_for_the_legacy_one, SET_UP) {
     OK(cu.cuStreamDestroy(blocking));
 }
 
-CASE(the_legacy_stream_waits_for_blocking_ones, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(the_legacy_stream_waits_for_blocking_ones, SET_UP | GATE) {
     OOCUstream blocking;
     OK(cu.cuStreamCreateWithPriority(&blocking, OOCU_STREAM_DEFAULT, 0));
     shut(blocking);
@@ -792,16 +791,14 @@ CASE(the_legacy_stream_waits_for_blocking_ones, SET_UP) {
     OK(cu.cuStreamDestroy(blocking));
 }
 
-CASE(the_legacy_stream_ignores_non_blocking_ones, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(the_legacy_stream_ignores_non_blocking_ones, SET_UP | GATE) {
     shut(a);
     put(5, NULL);
     TRUE(becomes_ready(NULL));
     open_gate();
 }
 
-CASE(the_per_thread_stream_waits_for_the_legacy_one, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(the_per_thread_stream_waits_for_the_legacy_one, SET_UP | GATE) {
     shut(OOCU_STREAM_LEGACY);
     put(6, OOCU_STREAM_PER_THREAD);
     IS(OOCU_ERROR_NOT_READY, cu.cuStreamQuery(OOCU_STREAM_PER_THREAD));
@@ -810,8 +807,7 @@ CASE(the_per_thread_stream_waits_for_the_legacy_one, SET_UP) {
     TRUE(word(0) == 6);
 }
 
-CASE(blocking_streams_do_not_wait_for_each_other, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(blocking_streams_do_not_wait_for_each_other, SET_UP | GATE) {
     OOCUstream one, two;
     OK(cu.cuStreamCreateWithPriority(&one, OOCU_STREAM_DEFAULT, 0));
     OK(cu.cuStreamCreateWithPriority(&two, OOCU_STREAM_DEFAULT, 0));
@@ -844,8 +840,7 @@ CASE(an_event_never_recorded_is_complete, SET_UP) {
     OK(cu.cuEventSynchronize(e));
 }
 
-CASE(waiting_for_an_event_never_recorded_waits_for_nothing, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(waiting_for_an_event_never_recorded_waits_for_nothing, SET_UP | GATE) {
     OK(cu.cuStreamWaitEvent(b, e, 0));
     shut(a);
     OK(cu.cuEventRecord(e, a)); /* after the wait: of no concern to it */
@@ -853,8 +848,7 @@ CASE(waiting_for_an_event_never_recorded_waits_for_nothing, SET_UP) {
     open_gate();
 }
 
-CASE(an_event_is_pending_until_its_work_is_done, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(an_event_is_pending_until_its_work_is_done, SET_UP | GATE) {
     shut(a);
     OK(cu.cuEventRecord(e, a));
     IS(OOCU_ERROR_NOT_READY, cu.cuEventQuery(e));
@@ -863,8 +857,7 @@ CASE(an_event_is_pending_until_its_work_is_done, SET_UP) {
     OK(cu.cuEventQuery(e));
 }
 
-CASE(a_wait_orders_two_streams, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(a_wait_orders_two_streams, SET_UP | GATE) {
     shut(a);
     put(1, a);
     OK(cu.cuEventRecord(e, a));
@@ -877,8 +870,7 @@ CASE(a_wait_orders_two_streams, SET_UP) {
     TRUE(word(0) == 2);
 }
 
-CASE(a_wait_keeps_the_record_it_saw, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(a_wait_keeps_the_record_it_saw, SET_UP | GATE) {
     OK(cu.cuEventRecord(e, a));
     OK(cu.cuStreamWaitEvent(b, e, 0));
     shut(a);
@@ -887,8 +879,7 @@ CASE(a_wait_keeps_the_record_it_saw, SET_UP) {
     open_gate();
 }
 
-CASE(a_query_sees_the_latest_record, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(a_query_sees_the_latest_record, SET_UP | GATE) {
     OK(cu.cuEventRecord(e, b));
     OK(cu.cuEventSynchronize(e));
     shut(a);
@@ -898,8 +889,7 @@ CASE(a_query_sees_the_latest_record, SET_UP) {
     OK(cu.cuEventSynchronize(e));
 }
 
-CASE(a_record_that_is_ready_replaces_a_pending_one, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(a_record_that_is_ready_replaces_a_pending_one, SET_UP | GATE) {
     shut(a);
     OK(cu.cuEventRecord(e, a));
     OK(cu.cuEventRecord(e, b));
@@ -908,8 +898,7 @@ CASE(a_record_that_is_ready_replaces_a_pending_one, SET_UP) {
     open_gate();
 }
 
-CASE(destroying_an_event_keeps_the_waits_for_it, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(destroying_an_event_keeps_the_waits_for_it, SET_UP | GATE) {
     OOCUevent event;
     OK(cu.cuEventCreate(&event, OOCU_EVENT_DISABLE_TIMING));
     shut(a);
@@ -922,8 +911,7 @@ CASE(destroying_an_event_keeps_the_waits_for_it, SET_UP) {
     TRUE(atomic_load(&gates_passed) == 1);
 }
 
-CASE(order_passes_through_a_third_stream, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(order_passes_through_a_third_stream, SET_UP | GATE) {
     OOCUstream c;
     OK(cu.cuStreamCreateWithPriority(&c, OOCU_STREAM_NON_BLOCKING, 0));
     shut(a);
@@ -938,8 +926,7 @@ CASE(order_passes_through_a_third_stream, SET_UP) {
     OK(cu.cuStreamDestroy(c));
 }
 
-CASE(an_event_does_not_cover_later_work, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(an_event_does_not_cover_later_work, SET_UP | GATE) {
     OK(cu.cuEventRecord(e, a));
     shut(a);
     OK(cu.cuEventSynchronize(e));
@@ -956,10 +943,9 @@ CASE(a_stream_may_wait_for_itself, SET_UP) {
     TRUE(word(0) == 2);
 }
 
-CASE(elapsed_time_needs_two_records_with_timing, SET_UP) {
+CASE(elapsed_time_needs_two_records_with_timing, SET_UP | TIMES) {
     OOCUevent untimed;
     float ms;
-    NEEDS(cuEventElapsedTime);
     OK(cu.cuEventCreate(&untimed, OOCU_EVENT_DISABLE_TIMING));
     OK(cu.cuEventRecord(e, a));
     IS(OOCU_ERROR_INVALID_HANDLE, cu.cuEventElapsedTime(&ms, e, f)); /* f: never recorded */
@@ -969,9 +955,8 @@ CASE(elapsed_time_needs_two_records_with_timing, SET_UP) {
     OK(cu.cuEventDestroy(untimed));
 }
 
-CASE(elapsed_time_is_not_negative, SET_UP) {
+CASE(elapsed_time_is_not_negative, SET_UP | TIMES) {
     float ms = -1;
-    NEEDS(cuEventElapsedTime);
     OK(cu.cuEventRecord(e, a));
     put(1, a);
     OK(cu.cuEventRecord(f, a));
@@ -980,10 +965,8 @@ CASE(elapsed_time_is_not_negative, SET_UP) {
     TRUE(ms >= 0 && ms < 1000);
 }
 
-CASE(elapsed_time_of_pending_events_is_not_ready, SET_UP) {
+CASE(elapsed_time_of_pending_events_is_not_ready, SET_UP | TIMES | GATE) {
     float ms;
-    NEEDS(cuEventElapsedTime);
-    NEEDS(cuLaunchHostFunc);
     OK(cu.cuEventRecord(e, a));
     shut(a);
     OK(cu.cuEventRecord(f, a));
@@ -998,8 +981,7 @@ static atomic_uint seen;
 
 static void OOCUDAAPI look(void *ptr) { atomic_store(&seen, *(uint32_t *)ptr + 1); }
 
-CASE(a_host_function_runs_without_being_waited_for, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(a_host_function_runs_without_being_waited_for, SET_UP | GATE) {
     const time_t begin = time(NULL);
     atomic_store(&seen, 0);
     pinned[0] = 41;
@@ -1009,8 +991,7 @@ CASE(a_host_function_runs_without_being_waited_for, SET_UP) {
     TRUE(atomic_load(&seen) == 42);
 }
 
-CASE(a_host_function_sees_what_came_before, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(a_host_function_sees_what_came_before, SET_UP | GATE) {
     atomic_store(&seen, 0);
     put(6, a);
     OK(cu.cuMemcpyDtoHAsync(pinned, device, PAGE, a));
@@ -1019,8 +1000,7 @@ CASE(a_host_function_sees_what_came_before, SET_UP) {
     TRUE(atomic_load(&seen) == 7);
 }
 
-CASE(a_host_function_holds_up_what_comes_after, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(a_host_function_holds_up_what_comes_after, SET_UP | GATE) {
     put(1, a);
     OK(cu.cuStreamSynchronize(a));
     shut(a);
@@ -1031,8 +1011,7 @@ CASE(a_host_function_holds_up_what_comes_after, SET_UP) {
     TRUE(word(0) == 2);
 }
 
-CASE(no_host_function_is_refused, SET_UP) {
-    NEEDS(cuLaunchHostFunc);
+CASE(no_host_function_is_refused, SET_UP | GATE) {
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuLaunchHostFunc(a, NULL, NULL));
 }
 
@@ -1048,10 +1027,9 @@ CASE(nothing_captures_at_first, SET_UP) {
     TRUE(status == OOCU_STREAM_CAPTURE_STATUS_NONE);
 }
 
-CASE(captured_work_does_not_run, SET_UP | ALONE) {
+CASE(captured_work_does_not_run, SET_UP | ALONE | CAPTURES) {
     int status = -1;
     void *graph = NULL;
-    NEEDS(cuStreamBeginCapture);
     put(1, a);
     OK(cu.cuStreamSynchronize(a));
     OK(cu.cuStreamBeginCapture(a, RELAXED));
@@ -1064,14 +1042,12 @@ CASE(captured_work_does_not_run, SET_UP | ALONE) {
     TRUE(word(0) == 1);
 }
 
-CASE(the_legacy_stream_cannot_capture, SET_UP | ALONE) {
-    NEEDS(cuStreamBeginCapture);
+CASE(the_legacy_stream_cannot_capture, SET_UP | ALONE | CAPTURES) {
     IS(OOCU_ERROR_STREAM_CAPTURE_UNSUPPORTED, cu.cuStreamBeginCapture(NULL, RELAXED));
 }
 
-CASE(a_captured_event_cannot_be_asked, SET_UP | ALONE) {
+CASE(a_captured_event_cannot_be_asked, SET_UP | ALONE | CAPTURES) {
     void *graph = NULL;
-    NEEDS(cuStreamBeginCapture);
     OK(cu.cuStreamBeginCapture(a, RELAXED));
     OK(cu.cuEventRecord(e, a));
     IS(OOCU_ERROR_CAPTURED_EVENT, cu.cuEventQuery(e));
@@ -1080,10 +1056,9 @@ CASE(a_captured_event_cannot_be_asked, SET_UP | ALONE) {
     OK(cu.cuEventSynchronize(e));
 }
 
-CASE(waiting_for_a_capturing_stream_ends_the_capture, SET_UP | ALONE) {
+CASE(waiting_for_a_capturing_stream_ends_the_capture, SET_UP | ALONE | CAPTURES) {
     void *graph = NULL;
     int status = -1;
-    NEEDS(cuStreamBeginCapture);
     OK(cu.cuStreamBeginCapture(a, RELAXED));
     IS(OOCU_ERROR_STREAM_CAPTURE_UNSUPPORTED, cu.cuStreamSynchronize(a));
     OK(cu.cuStreamIsCapturing(a, &status));
@@ -1092,11 +1067,10 @@ CASE(waiting_for_a_capturing_stream_ends_the_capture, SET_UP | ALONE) {
     OK(cu.cuStreamSynchronize(a));
 }
 
-CASE(the_legacy_stream_is_not_used_beside_a_capture, SET_UP | ALONE) {
+CASE(the_legacy_stream_is_not_used_beside_a_capture, SET_UP | ALONE | CAPTURES) {
     OOCUstream blocking;
     void *graph = NULL;
     int status;
-    NEEDS(cuStreamBeginCapture);
     OK(cu.cuStreamCreateWithPriority(&blocking, OOCU_STREAM_DEFAULT, 0));
     OK(cu.cuStreamBeginCapture(blocking, RELAXED));
     IS(OOCU_ERROR_STREAM_CAPTURE_IMPLICIT, cu.cuStreamIsCapturing(NULL, &status));
@@ -1104,9 +1078,8 @@ CASE(the_legacy_stream_is_not_used_beside_a_capture, SET_UP | ALONE) {
     OK(cu.cuStreamDestroy(blocking));
 }
 
-CASE(a_capture_begins_and_ends_once, SET_UP | ALONE) {
+CASE(a_capture_begins_and_ends_once, SET_UP | ALONE | CAPTURES) {
     void *graph = NULL;
-    NEEDS(cuStreamBeginCapture);
     IS(OOCU_ERROR_ILLEGAL_STATE, cu.cuStreamEndCapture(a, &graph));
     OK(cu.cuStreamBeginCapture(a, RELAXED));
     IS(OOCU_ERROR_ILLEGAL_STATE, cu.cuStreamBeginCapture(a, RELAXED));
@@ -1159,10 +1132,8 @@ static OOCUresult launch_store(OOCUfunction store, uint64_t address, uint32_t va
     return cu.cuLaunchKernel(store, 1, 1, 1, 1, 1, 1, 0, stream, parameters, NULL);
 }
 
-CASE(a_kernel_keeps_its_stream_busy, SET_UP | ALONE) {
+CASE(a_kernel_keeps_its_stream_busy, SET_UP | ALONE | KERNELS | TIMES) {
     float ms = 0;
-    NEEDS(cuLaunchKernel);
-    NEEDS(cuEventElapsedTime);
     OOCUfunction spin = kernel("spin");
     OK(cu.cuEventRecord(e, a));
     OK(launch_spin(spin, 50000000, a));
@@ -1173,8 +1144,7 @@ CASE(a_kernel_keeps_its_stream_busy, SET_UP | ALONE) {
     TRUE(ms > 45 && ms < 500);
 }
 
-CASE(a_kernel_writes_in_stream_order, SET_UP | ALONE) {
-    NEEDS(cuLaunchKernel);
+CASE(a_kernel_writes_in_stream_order, SET_UP | ALONE | KERNELS) {
     OOCUfunction store = kernel("store");
     put(1, a);
     OK(launch_store(store, device, 2, a));
@@ -1184,20 +1154,18 @@ CASE(a_kernel_writes_in_stream_order, SET_UP | ALONE) {
     TRUE(pinned[0] == 2 && pinned[1] == 1);
 }
 
-CASE(a_missing_kernel_is_not_found, SET_UP | ALONE) {
+CASE(a_missing_kernel_is_not_found, SET_UP | ALONE | KERNELS) {
     OOCUmodule module = NULL;
     OOCUfunction function;
-    NEEDS(cuLaunchKernel);
     OK(cu.cuModuleLoadData(&module, ptx));
     IS(OOCU_ERROR_NOT_FOUND, cu.cuModuleGetFunction(&function, module, "absent"));
     OK(cu.cuModuleUnload(module));
     REFUSED(cu.cuModuleLoadData(&module, "no image"));
 }
 
-CASE(a_kernel_needs_a_grid, SET_UP | ALONE) {
+CASE(a_kernel_needs_a_grid, SET_UP | ALONE | KERNELS) {
     uint64_t ns = 0;
     void *parameters[] = {&ns};
-    NEEDS(cuLaunchKernel);
     OOCUfunction spin = kernel("spin");
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuLaunchKernel(spin, 0, 1, 1, 1, 1, 1, 0, a, parameters, NULL));
     IS(OOCU_ERROR_INVALID_VALUE,
@@ -1206,10 +1174,9 @@ CASE(a_kernel_needs_a_grid, SET_UP | ALONE) {
 }
 
 /* The launch succeeds; a later call tells, and so do all that follow. */
-CASE(a_bad_address_kills_the_context, SET_UP | ALONE | DEADLY) {
+CASE(a_bad_address_kills_the_context, SET_UP | ALONE | DEADLY | KERNELS) {
     OOCUevent event;
     OOCUdeviceptr ptr;
-    NEEDS(cuLaunchKernel);
     OOCUfunction store = kernel("store");
     OK(launch_store(store, 16, 1, a));
     IS(OOCU_ERROR_ILLEGAL_ADDRESS, cu.cuStreamSynchronize(a));
@@ -1222,8 +1189,18 @@ CASE(a_bad_address_kills_the_context, SET_UP | ALONE | DEADLY) {
 
 /* ---- running them ---- */
 
+static const char *missing(int how) {
+    return how & GATE && !cu.cuLaunchHostFunc           ? "cuLaunchHostFunc"
+           : how & TIMES && !cu.cuEventElapsedTime      ? "cuEventElapsedTime"
+           : how & KERNELS && !cu.cuLaunchKernel        ? "cuLaunchKernel"
+           : how & CAPTURES && !cu.cuStreamBeginCapture ? "cuStreamBeginCapture"
+                                                        : NULL;
+}
+
 static void run_here(const struct conformance_case *now) {
     outcome[0] = 0;
+    if (missing(now->how))
+        say("skipped: the driver lacks %s", missing(now->how));
     if (now->how & SET_UP)
         set_up();
     if (!outcome[0])
