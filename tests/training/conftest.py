@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 
 import pytest
@@ -115,6 +116,22 @@ def sim():
     assert not reports, "\n\n".join(reports[:3])
     assert not left, f"still attached after the test: {left}"
     assert not alive, f"still alive in the driver after the test: {alive}"
+
+
+@pytest.fixture
+def warnings(caplog):
+    """What the package has warned of so far."""
+    caplog.set_level(logging.WARNING, logger="oracle_offload")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "oracle_offload"]
+
+
+@pytest.fixture
+def nothing_is_small(monkeypatch):
+    """No tensor stays because it is small, nor because few are together."""
+    from oracle_offload.model import selection
+
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
 
 
 @pytest.fixture(scope="session")

@@ -213,3 +213,19 @@ def lora(model, targets, rank=4):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     return model
+
+
+class Checkpointed(nn.Sequential):
+    """Parts that backward computes again, in one of torch's two ways; none of them with None."""
+
+    def __init__(self, *parts, reentrant=None):
+        super().__init__(*parts)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for part in self:
+            if self.reentrant is None:
+                x = part(x)
+            else:
+                x = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=self.reentrant)
+        return x

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
 from equality import assert_models_agree, attached
+from models import Checkpointed
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from oracle_offload.layers import kinds
 from oracle_offload.layers.loan import Layer, node_of
@@ -55,20 +56,16 @@ class LayerNormLayer(Layer):
         return 16.0 * grad.numel(), 3 * grad.nbytes
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm((3, 16)), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return x + self.linear(self.norm(x)).tanh()
+def block():
+    parts = {"norm": nn.LayerNorm((3, 16)), "linear": nn.Linear(16, 16), "tanh": nn.Tanh()}
+    return nn.Sequential(OrderedDict(parts))
 
 
 @pytest.mark.parametrize("checkpointed", [None, True, False], ids=["plain", "reentrant", "not"])
 @pytest.mark.parametrize("trains", ["", "bias", "weight", "weight bias"])
 def test_a_kind_that_a_test_adds_has_the_residents_bits(checkpointed, trains, monkeypatch):
     monkeypatch.setattr(kinds, "KINDS", [*kinds.KINDS, LayerNormLayer])
-    managed = nn.ModuleList(Block() for _ in range(4))
+    managed = Checkpointed(*(block() for _ in range(4)), reentrant=checkpointed)
     for name, parameter in managed.named_parameters():
         nn.init.normal_(parameter)
         parameter.requires_grad_("norm" in name and name.split(".")[-1] in trains.split())
@@ -76,13 +73,8 @@ def test_a_kind_that_a_test_adds_has_the_residents_bits(checkpointed, trains, mo
     x = torch.randn(5, 3, 16)
 
     def step(model):
-        y = given = x.clone().requires_grad_()
-        for block in model:
-            y = (
-                block(y)
-                if checkpointed is None
-                else checkpoint(block, y, use_reentrant=checkpointed)
-            )
+        given = x.clone().requires_grad_()
+        y = model(given)
         y.square().sum().backward()
         with torch.no_grad():
             return y, given.grad, model[0](x)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from equality import attached
@@ -31,12 +29,6 @@ class Mixed(nn.Module):
         return self.head(torch.einsum("bi,eij->bj", x, self.experts))
 
 
-@pytest.fixture
-def warnings(caplog):
-    caplog.set_level(logging.WARNING, logger="oracle_offload")
-    return lambda: [r.getMessage() for r in caplog.records if r.name == "oracle_offload"]
-
-
 def test_every_parameter_is_managed_or_listed_with_bytes_and_reason():
     model = Mixed()
     with attached(model, "cpu") as manager:
@@ -55,17 +47,12 @@ def test_every_parameter_is_managed_or_listed_with_bytes_and_reason():
         assert manager.resident["experts"].bytes == 8 * 16 * 16 * 4
 
 
-def test_what_is_added_later_is_listed():
-    model = Mixed()
-    with attached(model, "cpu") as manager:
-        model.adapter = nn.Linear(16, 2, bias=False)
-        assert "after attach" in manager.resident["adapter.weight"]
-
-
-def test_ignored_layers_are_listed_as_such():
+def test_what_is_ignored_and_what_is_added_later_are_listed_as_such():
     model = Mixed()
     model.other = nn.Linear(16, 16)
     with attached(model, "cpu", ignore_modules=["linear"]) as manager:
+        model.adapter = nn.Linear(16, 2, bias=False)
+        assert "after attach" in manager.resident["adapter.weight"]
         assert "ignore_modules" in manager.resident["linear.bias"]
 
 
@@ -102,14 +89,11 @@ def test_the_summary_has_the_bytes_that_are_not_managed():
 def test_x_min_counts_weights_and_no_padding():
     model = nn.Sequential(*[nn.Linear(33, 33) for _ in range(8)])
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    with attached(model, "cpu") as manager:
-        attachment = manager.attachment
-        assert attachment.weight_bytes == weights < attachment.managed_bytes
-        assert attachment.x_min_bytes() == 2 * max(0, weights - attachment.arena.capacity_bytes)
-    with attached(model, "cpu", offload_percent=0.1) as manager:
-        attachment = manager.attachment
-        capacity = attachment.arena.capacity_bytes
-        assert attachment.x_min_bytes() == 2 * max(0, weights - capacity)
+    for options in ({}, {"offload_percent": 0.1}):
+        with attached(model, "cpu", **options) as manager:
+            attachment = manager.attachment
+            assert attachment.weight_bytes == weights < attachment.managed_bytes
+            assert attachment.x_min_bytes() == 2 * max(0, weights - attachment.arena.capacity_bytes)
 
 
 def test_the_gradients_of_what_is_not_managed_count_once():
