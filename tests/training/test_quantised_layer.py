@@ -291,7 +291,7 @@ def test_a_bias_that_is_not_the_layers_is_refused_by_the_operator():
             call(torch.randn(OUT))
         # A weight that no slot has a place for is used where it is.
         for each in (module, resident):
-            each.weight.data = torch.ones(2 * OUT, IN, dtype=torch.int8)[::2]
+            with_gaps(each)
         before = manager.state.engine.stats()["acquires"]
         assert_same(call(module.bias), resident(X))
         assert manager.state.engine.stats()["acquires"] == before
@@ -300,40 +300,23 @@ def test_a_bias_that_is_not_the_layers_is_refused_by_the_operator():
 # ---- its masters ----
 
 
-def plain(module):
-    module._parameters["weight"] = nn.Parameter(torch.ones(OUT, IN), requires_grad=False)
-
-
-def another(module):
-    weight = torch.ones(OUT, IN, dtype=torch.int8)
-    module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+def frozen_weight(dtype):
+    return {"weight": nn.Parameter(torch.ones(OUT, IN, dtype=dtype), requires_grad=False)}
 
 
 def with_gaps(module):
     module.weight.data = torch.ones(2 * OUT, IN, dtype=torch.int8)[::2]
 
 
-def elsewhere(module):
-    module._buffers["weight_scale"] = torch.ones(OUT, device="meta")
-
-
-def one_more(module):
-    module.register_buffer("more", torch.ones(3))
-
-
-def no_bias(module):
-    module._parameters["bias"] = None
-
-
 OTHERS = "its quantised weights were replaced after attach by others"
 CHANGES = {
     "nothing": (lambda module: None, True, ""),
-    "another weight": (another, True, ""),
-    "plain": (plain, False, OTHERS),
+    "another weight": (lambda m: m._parameters.update(frozen_weight(torch.int8)), True, ""),
+    "plain": (lambda m: m._parameters.update(frozen_weight(torch.float32)), False, OTHERS),
     "with gaps": (with_gaps, False, ""),
-    "elsewhere": (elsewhere, False, ""),
-    "one more": (one_more, False, OTHERS),
-    "no bias": (no_bias, False, OTHERS),
+    "elsewhere": (lambda m: m._buffers.update(weight_scale=m.weight_scale.to("meta")), False, ""),
+    "one more": (lambda m: m.register_buffer("more", torch.ones(3)), False, OTHERS),
+    "no bias": (lambda m: m._parameters.update(bias=None), False, OTHERS),
 }
 
 

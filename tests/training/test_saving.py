@@ -123,14 +123,6 @@ class Wrapped(torch.Tensor):
     """As a library wraps what it has quantised."""
 
 
-def test_a_tensor_of_a_library_is_refused_by_name(tmp_path):
-    model = nn.Module()
-    model.register_buffer("rows", torch.ones(2).as_subclass(Wrapped))
-    with pytest.raises(OffloadError, match=r"'rows' is Wrapped \(torch.float32\), which a safet"):
-        oracle_offload.save_weights(model, tmp_path / "x.safetensors")
-    assert not list(tmp_path.iterdir())
-
-
 def test_forms_replace_each_other(tmp_path):
     for seed, shard_bytes in enumerate((20_000, 20_000, "1GB", 10_000, "1GB")):
         oracle_offload.save_weights(Model(seed), tmp_path, shard_bytes=shard_bytes)
@@ -227,10 +219,14 @@ def test_a_full_disk_is_an_error_and_leaves_the_old(tmp_path, monkeypatch):
 
 
 def test_what_a_file_cannot_hold_is_refused_by_name(tmp_path):
-    model = Model()
-    model.register_buffer("numbers", torch.zeros(2, dtype=torch.complex128))
-    with pytest.raises(OffloadError, match=r"'numbers' is Tensor \(torch\.complex128\), which"):
-        oracle_offload.save_weights(model, tmp_path)
+    for tensor, kind in (
+        (torch.zeros(2, dtype=torch.complex128), r"Tensor \(torch\.complex128\)"),
+        (torch.ones(2).as_subclass(Wrapped), r"Wrapped \(torch\.float32\)"),
+    ):
+        model = Model()
+        model.register_buffer("rows", tensor)
+        with pytest.raises(OffloadError, match=rf"'rows' is {kind}, which a safet"):
+            oracle_offload.save_weights(model, tmp_path)
     with oracle_offload.empty_weights():
         empty = Model()
     with pytest.raises(OffloadError, match=r"'small' is on the meta device, without values"):

@@ -138,14 +138,10 @@ def test_a_parameter_that_is_ignored_keeps_its_layer():
 
 
 def test_heads_of_attention_and_adapters_are_named_with_their_module():
-    class Lora(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base_layer = nn.Linear(8, 8)
-            self.lora_A = nn.ModuleDict({"default": nn.Linear(8, 2, bias=False)})
-            self.register_module("dropout", None)
-
-    model = nn.Sequential(nn.MultiheadAttention(8, 2), Lora())
+    lora = nn.ModuleDict({"base_layer": nn.Linear(8, 8)})
+    lora["lora_A"] = nn.ModuleDict({"default": nn.Linear(8, 2, bias=False)})
+    lora.register_module("dropout", None)
+    model = nn.Sequential(nn.MultiheadAttention(8, 2), lora)
     assert reasons(model) == {
         "0.out_proj": "part of MultiheadAttention '0', which computes with it, and 256 B are too "
         "small to stream",
@@ -153,25 +149,15 @@ def test_heads_of_attention_and_adapters_are_named_with_their_module():
     }
 
 
-class Tied(nn.Module):
-    def __init__(self, *names):
-        super().__init__()
-        self.embedding = nn.EmbeddingBag(8, 8)
-        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
-        for name in names:
-            getattr(self, name).weight = self.embedding.weight
-
-
 def test_what_is_tied_to_a_module_that_is_not_managed_stays_with_it():
     tied = "its weight is tied to '{}', which is not managed"
-    assert reasons(Tied("second")) == {"second": tied.format("embedding")}
-    assert reasons(Tied()) == {}
-    shared = Tied()
-    shared.second.weight = shared.first.weight
-    assert reasons(shared) == {}, "two managed layers may share one"
-    assert reasons(shared, "second") == {
-        "first": tied.format("second"), "second": "named in ignore_modules",
-    }  # fmt: skip
+    model = nn.Sequential(nn.EmbeddingBag(8, 8), *(nn.Linear(8, 8) for _ in range(3)))
+    assert reasons(model) == {}
+    model[2].weight = model[1].weight
+    assert reasons(model) == {}, "two managed layers may share one"
+    assert reasons(model, "2") == {"1": tied.format("2"), "2": "named in ignore_modules"}
+    model[2].weight = model[0].weight
+    assert reasons(model) == {"2": tied.format("0")}
 
 
 def test_a_chain_of_ties_is_followed_to_its_end():
@@ -343,19 +329,15 @@ def test_a_block_is_an_element_of_a_list():
     found = {leaf.name: leaf.block for leaf in select(model).leaves}
     assert found == {"blocks.0.0": "blocks.0", "blocks.0.1.a": "blocks.0.1", "head": ""}
 
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.query, self.inner = nn.Linear(8, 8), nn.Identity()
-            self.inner.key = nn.Linear(8, 8)
+    def attention():
+        made = nn.Module()
+        made.query, made.inner = nn.Linear(8, 8), nn.Identity()
+        made.inner.key = nn.Linear(8, 8)
+        return made
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([Attention(), Attention()])
-            self.head = Attention()
-
-    found = {leaf.name: leaf.block for leaf in select(Model()).leaves}
+    model = nn.Module()
+    model.blocks, model.head = nn.ModuleList([attention(), attention()]), attention()
+    found = {leaf.name: leaf.block for leaf in select(model).leaves}
     assert found == {
         "blocks.0.query": "blocks.0", "blocks.0.inner.key": "blocks.0",
         "blocks.1.query": "blocks.1", "blocks.1.inner.key": "blocks.1",
@@ -430,11 +412,6 @@ def lent(model, ignore=()):
     return {
         leaf.name: leaf.kind.names for leaf in chosen.leaves if leaf.kind.lends_to_code
     }, chosen.parameters | chosen.resident
-
-
-@pytest.fixture
-def nothing_is_small(monkeypatch):
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
 
 
 @pytest.mark.parametrize(
@@ -629,10 +606,12 @@ def test_a_part_in_torchscript_stays_and_the_model_has_the_residents_bits(
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("of_file", [False, True])
-def test_a_part_in_torchscript_moves_to_the_device(of_file):
-    part = torch.jit.script(nn.BatchNorm1d(4))
-    part = loaded(part) if of_file else part
+@pytest.mark.parametrize("made", ["plain", "scripted", "of a file"])
+def test_a_part_that_is_not_managed_moves_to_the_device_once(made):
+    """In TorchScript, too."""
+    part = nn.BatchNorm1d(4)
+    part = part if made == "plain" else torch.jit.script(part)
+    part = loaded(part) if made == "of a file" else part
     before = dict(part.named_parameters())
     apply_to_residents(part, lambda tensor: tensor + 1)
     assert all(tensor is before[key] for key, tensor in part.named_parameters())
@@ -779,15 +758,3 @@ def test_what_stands_where_a_layer_was_is_managed_anew(monkeypatch):
     tied[1].weight = tied[0].weight
     assert again(tied, "0") == [], "it is tied to what was not let go"
     assert again(tied, "0", "1") == ["0", "1"]
-
-
-def test_a_module_that_holds_a_forward_is_managed_whatever_that_is(nothing_is_small):
-    """Code that sets a forward aside and back again leaves the module's own in its dictionary."""
-    model = nn.Sequential(Bare(4, 4), Bare(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    for own in (model[0], model[2]):
-        own.forward = own.forward
-    for other in (model[1], model[3]):
-        other.forward = lambda x: x
-    chosen = choose(model)
-    assert [leaf.name for leaf in chosen.leaves] == ["0", "1", "2", "3"]
-    assert chosen.parameters == {} == chosen.resident

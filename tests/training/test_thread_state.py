@@ -334,20 +334,17 @@ def test_modes_are_put_back_whatever_torch_notes_beside_them(
         monkeypatch.setattr(dispatch, name, told.append, raising=False)
     if torchs == "no flags":
         monkeypatch.setattr(thread_state, "_FLAGS_OF_MODES", ())
-    modes = thread_state._Modes
-    mode = sees(TorchDispatchMode)
-    before = modes.now()
+    states, mode = ThreadStates([]), sees(TorchDispatchMode)
+    before = states.now()
     dispatch._push_mode(mode)
-    inside = modes.now()
-    assert (inside[1], len(inside[2])) == ([mode], len(thread_state._FLAGS_OF_MODES))
+    inside = states.now()
+    _, modes, noted = inside.modes
+    assert (modes, len(noted)) == ([mode], len(thread_state._FLAGS_OF_MODES))
     told.clear()
-    modes.restore(before)
-    assert dispatch._get_current_dispatch_mode_stack() == []
-    modes.restore(inside)
-    assert dispatch._get_current_dispatch_mode_stack() == [mode]
-    modes.restore(before)
-    assert dispatch._get_current_dispatch_mode_stack() == []
-    flags = [value[2][-1] for value in (before, inside, before) if value[2]]
+    for state, left in ((before, []), (inside, [mode]), (before, [])):
+        states.restore(state)
+        assert dispatch._get_current_dispatch_mode_stack() == left
+    flags = [state.modes[2][-1] for state in (before, inside, before) if state.modes[2]]
     assert told == ([] if torchs != "all flags" else flags)
 
 
