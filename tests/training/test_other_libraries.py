@@ -19,7 +19,6 @@ from torch import nn
 import oracle_offload
 from oracle_offload import OffloadError
 from oracle_offload.layers.managed import is_managed
-from oracle_offload.model import selection
 from oracle_offload.model.witness import Witness
 
 IDS = torch.randint(1, 64, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -164,10 +163,8 @@ def test_adapters_of_plain_layers_are_added_before_attach():
 
 @pytest.mark.parametrize("when", ["before", "after", "after a forward"])
 def test_weights_that_diffusers_casts_layer_by_layer_are_streamed_as_stored(
-    device, when, monkeypatch
+    device, when, nothing_is_small
 ):
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
     dtypes = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": torch.bfloat16}
     torch.manual_seed(0)
     managed = models.unet().to(torch.bfloat16).eval().requires_grad_(False)

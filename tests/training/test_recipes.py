@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -23,21 +24,11 @@ from oracle_offload.train.recipes.long_sequences import (
 from oracle_offload.train.recipes.mixed_precision import MixedPrecision, best_dtype
 
 
-class Net(nn.Module):
-    def __init__(self, depth=6, width=128):
-        super().__init__()
-        self.layers = nn.Sequential(
-            *[part for _ in range(depth) for part in (nn.Linear(width, width), nn.Tanh())]
-        )
-
-    def forward(self, x):
-        return self.layers(x)
-
-
 @pytest.fixture
 def pair():
     torch.manual_seed(0)
-    return resident_pair(Net())
+    parts = (part for _ in range(6) for part in (nn.Linear(128, 128), nn.Tanh()))
+    return resident_pair(nn.Sequential(*parts))
 
 
 def uses_the_engine(manager):
@@ -199,7 +190,7 @@ def test_evaluation_is_what_plain_torch_does_and_changes_nothing(pair, device, e
     with torch.no_grad():
         plain = [resident(batch) for batch in batches]
     losses = [output.square().sum().item() for output in plain]
-    managed.layers[0].eval()
+    managed[0].eval()
     held = []
 
     def compute(batch):
@@ -214,7 +205,7 @@ def test_evaluation_is_what_plain_torch_does_and_changes_nothing(pair, device, e
     assert found.terms == 8 and found.loss == pytest.approx(sum(losses) / 8)
     assert_same(found.outputs, [output.cpu() for output in plain])
     assert {output.device.type for output in found.outputs} == {"cpu"}
-    assert managed.training and not managed.layers[0].training and managed.layers[1].training
+    assert managed.training and not managed[0].training and managed[1].training
     with pytest.raises(ValueError, match="no batch has a term"):
         evaluate(managed, [], compute)
     with pytest.raises(ValueError, match="to_host_every=0 must be at least 1"):
@@ -406,13 +397,10 @@ def test_chunks_that_see_everything_add_up_to_the_whole_sequence():
 
 
 def test_checkpointing_is_found_by_either_name():
-    class Plain(nn.Module):
-        pass
-
     class Transformers(nn.Module):
         config = type("Config", (), {"use_cache": True})()
         supports_gradient_checkpointing = True
-        told = None
+        told: ClassVar = []
 
         def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs):
             self.told.append(gradient_checkpointing_kwargs)
@@ -422,7 +410,7 @@ def test_checkpointing_is_found_by_either_name():
 
     class Diffusers(nn.Module):
         _supports_gradient_checkpointing = True
-        told = None
+        told: ClassVar = []
 
         def enable_gradient_checkpointing(self):
             self.told.append("on")
@@ -430,16 +418,14 @@ def test_checkpointing_is_found_by_either_name():
         def disable_gradient_checkpointing(self):
             self.told.append("off")
 
-    assert not set_checkpointing(Plain())
+    assert not set_checkpointing(nn.Identity())
     model = Transformers()
-    model.told = []
     assert set_checkpointing(model, False) and model.config.use_cache
     assert set_checkpointing(model) and not model.config.use_cache
     assert model.told == ["off", {"use_reentrant": False}]
     model.supports_gradient_checkpointing = False
     assert not set_checkpointing(model)
     model = Diffusers()
-    model.told = []
     assert set_checkpointing(model) and set_checkpointing(model, False)
     assert model.told == ["on", "off"]
     model._supports_gradient_checkpointing = False

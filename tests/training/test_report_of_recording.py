@@ -7,23 +7,13 @@ import re
 import statistics
 
 import pytest
-import torch
 from equality import attached
+from test_summary import train
 from torch import nn
 
 import oracle_offload
 from oracle_offload.cli import main
-from oracle_offload.engine import simulator
 from oracle_offload.observe.run_report import of_recording
-
-
-def train(model, steps):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        model(torch.randn(3, 64)).sum().backward()
-        simulator.finish()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.fixture

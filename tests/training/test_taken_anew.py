@@ -19,9 +19,11 @@ from equality import (
     resident_pair,
 )
 from ostris import OstrisLinear, to_ostris
+from test_reading_adapters import LoRA
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import oracle_offload
 from oracle_offload.layers.linear import LinearLayer
 from oracle_offload.layers.managed import HANDLE
 from oracle_offload.layers.quantised import QuantisedLayer
@@ -190,24 +192,10 @@ def test_what_comes_later_leaves_the_rings_as_they_are():
         assert manager.state.engine.stats()["ring_bytes"] == rings > 0
 
 
-class LoRA(nn.Module):
-    """As AI-Toolkit's: it replaces the layer's forward."""
-
-    def __init__(self, module):
-        super().__init__()
-        torch.manual_seed(5)
-        self.down, self.up = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
-        self.org_module = [module]
-        self.org_forward, module.forward = module.forward, self.forward
-
-    def forward(self, x):
-        return self.org_forward(x) + self.up(self.down(x))
-
-
 def test_a_layer_with_an_adapter_before_it():
     """The adapter calls what it has found: the forward of the class that the layer was of."""
     managed, resident = chain(), chain()
-    lora, beside = LoRA(managed[1]), LoRA(resident[1])
+    lora, beside = (LoRA(model[1]).apply_to() for model in (managed, resident))
     found = lora.org_forward
     with attached(managed) as manager, torch.no_grad():
         x = torch.randn(2, WIDTH)
@@ -228,9 +216,9 @@ def test_a_layer_with_an_adapter_before_it():
 
 def test_an_adapter_on_the_model_itself_does_not_keep_it_alive():
     model = nn.Linear(WIDTH, WIDTH)
-    model.lora = [LoRA(model)]
+    model.lora = [LoRA(model).apply_to()]
     gone = weakref.ref(model)
-    manager = __import__("oracle_offload").attach(model, "cpu")
+    manager = oracle_offload.attach(model, "cpu")
     assert len(manager.layers) == 1
     del model, manager
     gc.collect()
