@@ -9,17 +9,17 @@ import io
 import itertools
 import pickle
 import random
-import sys
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from equality import assert_same, attached, gradients, is_simulated
+from models import Checkpointed
 from test_late_gradients import Tied
+from test_thread_state import StopsAt, are_same
 from torch import nn
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import OffloadError
@@ -65,9 +65,28 @@ OPTIMIZERS = {
 }
 
 
-def build(device, make, reentrant=None):
-    managed = Net(reentrant)
-    return managed, copy.deepcopy(managed).to(device), make
+@contextlib.contextmanager
+def streamed(managed, device, make, **options):
+    """Attach, and yield the manager, the model with its resident twin, and optimizers of both."""
+    models = managed, copy.deepcopy(managed).to(device)
+    with attached(managed, device, **options) as manager:
+        optimizers = [make(list(model.parameters())) for model in models]
+        assert stream_optimizer(optimizers[0]) is optimizers[0]
+        yield manager, models, optimizers
+
+
+def step_both(optimizers):
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_both(models, optimizers, number, device):
+    """A step of each, by gradients of its own."""
+    for model, optimizer in zip(models, optimizers, strict=True):
+        backward(model, number, device)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def cloned(state):
@@ -97,20 +116,15 @@ def assert_alike(models, optimizers):
 def test_steps_have_the_resident_bits(device, name):
     if "fused" in name and device == "simgpu":
         pytest.skip("torch has no fused kernels for this type of device")
-    managed, resident, make = build(device, OPTIMIZERS[name], reentrant=name == "groups" or None)
-    with attached(managed, device) as manager:
+    managed = Net(reentrant=name == "groups" or None)
+    with streamed(managed, device, OPTIMIZERS[name]) as (manager, models, optimizers):
         assert len(manager.layers) == 4
-        models = managed, resident
-        optimizers = [make(list(model.parameters())) for model in models]
-        assert stream_optimizer(optimizers[0]) is optimizers[0]
         assert isinstance(optimizers[0], type(optimizers[1]))
         for number in range(4):
             losses = [backward(model, number, device) for model in models]
             assert_same(*losses)
             before = manager.state.engine.stats()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_both(optimizers)
             after = manager.state.engine.stats()
             assert after["host_waits"] - before["host_waits"] == 1
             assert after["brought_bytes"] - before["brought_bytes"] >= 2 * 4 * WEIGHTS * 32**2
@@ -164,16 +178,12 @@ def test_weights_stay_in_the_arena_over_rounds_and_steps(device, reentrant, witn
     """They come once, are stepped in place, and the next forward begins with them."""
     if witness and not device.startswith("cpu"):
         pytest.skip("torch's own device types see to it")
-    managed = a_stack()
-    if reentrant is not None:
-        managed = Blocks(managed, reentrant)
-    resident = copy.deepcopy(managed).to(device)
+    layers = a_stack()
+    managed = Checkpointed(*(layers[n : n + 2] for n in range(0, 8, 2)), reentrant=reentrant)
     weights = sum(p.nbytes for p in managed.parameters())
-    models = managed, resident
-    with attached(managed, device, offload_percent=0.0) as manager:
+    run = streamed(managed, device, OPTIMIZERS[name], offload_percent=0.0)
+    with run as (manager, models, optimizers):
         assert len(manager.layers) == 8
-        optimizers = [OPTIMIZERS[name](list(model.parameters())) for model in models]
-        stream_optimizer(optimizers[0])
         for step in range(3):
             for number in range(3):
                 before = copied(manager)
@@ -182,9 +192,7 @@ def test_weights_stay_in_the_arena_over_rounds_and_steps(device, reentrant, witn
                 came = copied(manager) - before
                 assert came == 0 if step or number else came >= weights
             before = manager.state.engine.stats()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_both(optimizers)
             after = manager.state.engine.stats()
             states = 0 if step == 0 else {"adamw foreach": 2, "momentum": 1}[name]
             assert after["brought_bytes"] - before["brought_bytes"] == (1 + states) * weights
@@ -194,37 +202,19 @@ def test_weights_stay_in_the_arena_over_rounds_and_steps(device, reentrant, witn
         assert not any(pins for *_, pins in manager.state.engine.residents())
 
 
-class Blocks(nn.Module):
-    """Pairs of layers, each computed again in backward."""
-
-    def __init__(self, layers, reentrant):
-        super().__init__()
-        self.layers, self.reentrant = layers, reentrant
-
-    def forward(self, x):
-        for n in range(0, len(self.layers), 2):
-            x = checkpoint(self.layers[n : n + 2], x, use_reentrant=self.reentrant)
-        return x
-
-
 def test_with_half_an_arena_the_step_brings_what_is_not_there(device):
     managed = a_stack(12, 128)
-    resident = copy.deepcopy(managed).to(device)
     weights = sum(p.nbytes for p in managed.parameters())
-    models = managed, resident
-    with attached(managed, device, offload_percent=0.5) as manager:
+    run = streamed(managed, device, OPTIMIZERS["adamw"], offload_percent=0.5)
+    with run as (manager, models, optimizers):
         assert len({layer.unit for layer in manager.layers}) == 12
         missing = weights - manager.attachment.arena.capacity_bytes
         assert weights / 4 < missing < weights / 2
-        optimizers = [OPTIMIZERS["adamw"](list(model.parameters())) for model in models]
-        stream_optimizer(optimizers[0])
         for step in range(5):
             before = manager.state.engine.stats()
             for number in range(2):
                 both(models, device, 2 * step + number, 0.5)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_both(optimizers)
             after = manager.state.engine.stats()
             assert_alike(models, optimizers)
         brought = after["brought_bytes"] - before["brought_bytes"]
@@ -236,32 +226,34 @@ def test_with_half_an_arena_the_step_brings_what_is_not_there(device):
         assert 4 * missing <= came < 4 * (missing + slot)
 
 
-def write_a_version(weight, manager):
+def write_a_version(model, manager):
     with torch.no_grad():
-        weight[5] += 1.0
+        model[3].weight[5] += 1.0
 
 
-def write_through_data(weight, manager):
-    weight.data.mul_(2.0)
+def write_through_data(model, manager):
+    model[3].weight.data.mul_(2.0)
 
 
-def replace_data(weight, manager):
-    weight.data = weight.data * 2.0
+def replace_data(model, manager):
+    model[3].weight.data = model[3].weight.data * 2.0
 
 
-def write_rows_in_writing(weight, manager):
-    if manager is None:
-        weight.detach().cpu()
-        weight.data[7] += 1.0
-        return
-    with manager.writing():
-        weight.data[7] += 1.0
+def write_rows_in_writing(model, manager):
+    with contextlib.nullcontext() if manager is None else manager.writing():
+        model[3].weight.data[7] += 1.0
 
 
-def step_by_another(weight, manager):
+def step_by_another(model, manager):
+    weight = model[3].weight
     grad, weight.grad = weight.grad, torch.ones_like(weight)
     torch.optim.SGD([weight], lr=0.5).step()
     weight.grad = grad
+
+
+def load_a_state(model, manager):
+    state = cloned(model.state_dict())
+    model.load_state_dict({name: value.cpu() * 2 for name, value in state.items()})
 
 
 WRITES = {
@@ -270,6 +262,7 @@ WRITES = {
     "replaced": replace_data,
     "writing": write_rows_in_writing,
     "another optimizer": step_by_another,
+    "loaded": load_a_state,
 }
 
 
@@ -279,41 +272,17 @@ def test_what_code_writes_is_stepped_and_computed_with(device, write, when):
     """As of frozen weights, whose copies stay as well."""
     if write == "another optimizer" and not is_simulated(device):
         pytest.skip("steps on the host have its bits")
-    managed = a_stack()
-    resident = copy.deepcopy(managed).to(device)
-    models = managed, resident
-    with attached(managed, device, offload_percent=0.0) as manager:
-        optimizers = [OPTIMIZERS["adamw"](list(model.parameters())) for model in models]
-        stream_optimizer(optimizers[0])
+    run = streamed(a_stack(), device, OPTIMIZERS["adamw"], offload_percent=0.0)
+    with run as (manager, models, optimizers):
         for step in range(3):
             both(models, device, step)
-            if when == "before the step":
-                for model in models:
-                    WRITES[write](model[3].weight, manager if model is managed else None)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
             if when == "before forward":
-                for model in models:
-                    WRITES[write](model[3].weight, manager if model is managed else None)
+                step_both(optimizers)
+            for model, its in zip(models, (manager, None), strict=True):
+                WRITES[write](model, its)
+            if when == "before the step":
+                step_both(optimizers)
             assert_alike(models, optimizers)
-
-
-def test_a_state_dict_that_is_loaded_is_what_is_stepped(device):
-    managed = a_stack()
-    resident = copy.deepcopy(managed).to(device)
-    models = managed, resident
-    with attached(managed, device, offload_percent=0.0):
-        optimizers = [OPTIMIZERS["adamw"](list(model.parameters())) for model in models]
-        stream_optimizer(optimizers[0])
-        both(models, device, 0)
-        loaded = {name: value.cpu() * 2 for name, value in cloned(resident.state_dict()).items()}
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model.load_state_dict(loaded)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_alike(models, optimizers)
-        both(models, device, 1)
 
 
 @pytest.mark.parametrize("gone", ["optimizer", "group"])
@@ -346,41 +315,42 @@ def test_copies_are_trusted_only_while_something_answers_for_them(device, gone):
             assert_same(*found)
 
 
-class FailsHalfWay(torch.optim.SGD):
-    """Steps the Parameters that it is given, and raises once."""
+class FailsOnce(torch.optim.AdamW):
+    """Raises in one of its steps, before or after it has written what it is given."""
 
     calls: ClassVar[list[int]] = []
     fails_at = 0
+    writes = False
 
     def step(self, closure=None):
-        super().step(closure)
-        if FailsHalfWay.fails_at:
-            FailsHalfWay.calls.append(1)
-            if len(FailsHalfWay.calls) == FailsHalfWay.fails_at:
-                raise torch.OutOfMemoryError("after it has written")
+        FailsOnce.calls += [1] if FailsOnce.fails_at else []  # and not in the trial
+        fails = len(FailsOnce.calls) == FailsOnce.fails_at > 0
+        if FailsOnce.writes or not fails:
+            super().step(closure)
+        if fails:
+            raise torch.OutOfMemoryError("out of memory")
 
 
-@pytest.mark.parametrize("fails_at", [1, 3])
-def test_a_copy_that_was_stepped_by_half_is_not_trusted(device, fails_at):
-    """The master at home is stepped again, and nothing computes with the copy."""
-    managed = a_stack()
-    resident = copy.deepcopy(managed).to(device)
-    models = managed, resident
-    with attached(managed, device, offload_percent=0.0) as manager:
-        ours, theirs = (FailsHalfWay(model.parameters(), lr=0.1) for model in models)
-        stream_optimizer(ours)
+@pytest.mark.parametrize("writes", [False, True], ids=["before it writes", "after"])
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_an_error_says_whether_the_step_was_completed(device, monkeypatch, fails_at, writes):
+    """Who catches it and tries again must not step twice; where nothing is stepped, he may.
+
+    A copy that was stepped by half is not trusted: the master at home is stepped again.
+    """
+    run = streamed(a_stack(), device, lambda p: FailsOnce(p, lr=0.1), offload_percent=0.0)
+    with run as (manager, models, (ours, theirs)):
         both(models, device, 0)
         theirs.step()
-        FailsHalfWay.calls.clear()
-        try:
-            FailsHalfWay.fails_at = fails_at
-            with pytest.raises(torch.OutOfMemoryError) as caught:
-                ours.step()
-        finally:
-            FailsHalfWay.fails_at = 0
+        FailsOnce.calls.clear()
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError) as caught:
+            patch.setattr(FailsOnce, "fails_at", fails_at)
+            patch.setattr(FailsOnce, "writes", writes)
+            ours.step()
         assert not any(pins for *_, pins in manager.state.engine.residents())
-        if fails_at == 1:  # nothing was stepped
-            assert not hasattr(caught.value, "__notes__")
+        notes = getattr(caught.value, "__notes__", [])
+        assert ["FailsOnce was completed" in note for note in notes] == [True] * (fails_at > 1)
+        if not notes:
             ours.step()
         assert_alike(models, (ours, theirs))
         for optimizer in (ours, theirs):
@@ -390,9 +360,9 @@ def test_a_copy_that_was_stepped_by_half_is_not_trusted(device, fails_at):
 
 def test_all_that_trainers_do_around_a_step(device):
     """Accumulation, clipping, a scheduler from before, hooks, a closure, an average, a scaler."""
-    managed, resident, _ = build(device, None, reentrant=False)
+    managed = Net(reentrant=False)
+    models, seen = (managed, copy.deepcopy(managed).to(device)), ([], [])
     with attached(managed, device):
-        models, seen, averages = (managed, resident), ([], []), []
         optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
         schedulers = [torch.optim.lr_scheduler.LinearLR(one, 0.1, 1.0, 3) for one in optimizers]
         stream_optimizer(optimizers[0])
@@ -442,14 +412,10 @@ def test_all_that_trainers_do_around_a_step(device):
 
 
 def test_states_load_in_plain_torch_and_back_in_place(device):
-    managed, resident, make = build(device, OPTIMIZERS["adamw"])
-    with attached(managed, device) as manager:
-        models = managed, resident
-        optimizers = [make(model.parameters()) for model in models]
-        stream_optimizer(optimizers[0])
-        for model, optimizer in zip(models, optimizers, strict=True):
-            backward(model, 0, device)
-            optimizer.step()
+    make = OPTIMIZERS["adamw"]
+    with streamed(Net(), device, make) as (manager, models, optimizers):
+        managed, resident = models
+        train_both(models, optimizers, 0, device)
         plain = make(resident.parameters())
         plain.load_state_dict(cloned(optimizers[0].state_dict()))
         assert_same(plain.state_dict()["state"], optimizers[1].state_dict()["state"])
@@ -463,10 +429,8 @@ def test_states_load_in_plain_torch_and_back_in_place(device):
         assert optimizers[0].state[managed.first.weight]["exp_avg"].data_ptr() == where
         assert_alike(models, optimizers)
         assert manager.state.engine.is_locked(where, 4 * 32**2)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            backward(model, 2, device)
-            optimizer.step()
+        managed.zero_grad()
+        train_both(models, optimizers, 2, device)
         assert_alike(models, optimizers)
         torch.save(optimizers[0].state_dict(), io.BytesIO())
 
@@ -475,11 +439,7 @@ def test_states_load_in_plain_torch_and_back_in_place(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_numbers_of_a_state_are_where_a_load_puts_the_residents(device, dtype, again):
     """Torch casts all but the step to the Parameter's type, and brings them to its device."""
-    managed, resident = (model.to(dtype) for model in build(device, None)[:2])
-    with attached(managed, device):
-        models = managed, resident
-        optimizers = [OPTIMIZERS["nadam"](list(model.parameters())) for model in models]
-        stream_optimizer(optimizers[0])
+    with streamed(Net().to(dtype), device, OPTIMIZERS["nadam"]) as (_, models, optimizers):
         for number in range(3):
             for model, optimizer in zip(models, optimizers, strict=True):
                 torch.manual_seed(number)
@@ -518,15 +478,9 @@ HOLDERS = {
 @pytest.mark.parametrize("hold", HOLDERS)
 def test_what_somebody_holds_of_the_states_is_as_before_after_another_load(device, hold):
     """Saved without a copy, others loaded, and the saved ones loaded again."""
-    managed, resident, make = build(device, OPTIMIZERS["adamw"])
-    with attached(managed, device):
-        models = managed, resident
-        optimizers = [make(model.parameters()) for model in models]
-        stream_optimizer(optimizers[0])
-        for model, optimizer in zip(models, optimizers, strict=True):
-            backward(model, 0, device)
-            optimizer.step()
-            optimizer.zero_grad()
+    with streamed(Net(), device, OPTIMIZERS["adamw"]) as (_, models, optimizers):
+        train_both(models, optimizers, 0, device)
+        for optimizer in optimizers:
             saved = HOLDERS[hold](optimizer)
             other = cloned(saved)
             for state in other["state"].values():
@@ -535,18 +489,14 @@ def test_what_somebody_holds_of_the_states_is_as_before_after_another_load(devic
             assert not optimizer.state_dict()["state"][0]["exp_avg"].any()
             optimizer.load_state_dict(saved)
         assert_alike(models, optimizers)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            backward(model, 1, device)
-            optimizer.step()
+        train_both(models, optimizers, 1, device)
         assert_alike(models, optimizers)
 
 
 def test_a_checkpoint_holds_them_and_the_run_goes_on_alike(device, tmp_path):
-    managed, resident, make = build(device, OPTIMIZERS["adamw"])
-    with attached(managed, device) as manager:
-        models = managed, resident
-        optimizers = [make(model.parameters()) for model in models]
-        stream_optimizer(optimizers[0])
+    make = OPTIMIZERS["adamw"]
+    with streamed(Net(), device, make) as (manager, models, optimizers):
+        managed, resident = models
         backward(managed, 0, device)
         optimizers[0].step()
         oracle_offload.train.Checkpoint(tmp_path / "a", managed, optimizer=optimizers[0]).save(1)
@@ -560,19 +510,17 @@ def test_a_checkpoint_holds_them_and_the_run_goes_on_alike(device, tmp_path):
         assert_alike(models, (fresh, optimizers[1]))
         newest = stream_optimizer(make(managed.parameters()))
         oracle_offload.train.Checkpoint(tmp_path / "a", managed, optimizer=newest).load()
-        for model, optimizer in ((managed, newest), (resident, optimizers[1])):
-            backward(model, 2, device)
-            optimizer.step()
+        train_both(models, (newest, optimizers[1]), 2, device)
         assert_alike(models, (newest, optimizers[1]))
         first = newest.state[managed.first.weight]["exp_avg"]
         assert manager.state.engine.is_locked(first.data_ptr(), 4 * 32**2)
 
 
 def test_states_that_a_step_on_the_host_has_made_are_taken_along(device):
-    managed, resident, make = build(device, OPTIMIZERS["momentum"])
+    managed = Net()
+    models = managed, copy.deepcopy(managed).to(device)
     with attached(managed, device):
-        models = managed, resident
-        optimizers = [make(model.parameters()) for model in models]
+        optimizers = [OPTIMIZERS["momentum"](list(model.parameters())) for model in models]
         for number in range(3):
             for model in models:
                 backward(model, number, device)
@@ -587,33 +535,22 @@ def test_states_that_a_step_on_the_host_has_made_are_taken_along(device):
 
 
 def test_after_detach_it_steps_as_plain_torch_and_after_a_new_attachment_on_the_device(device):
-    managed, resident, make = build(device, OPTIMIZERS["adamw"])
-    models = managed, resident
-    optimizers = [make(model.parameters()) for model in models]
-    with attached(managed, device):
-        stream_optimizer(optimizers[0])
-        for model, optimizer in zip(models, optimizers, strict=True):
-            backward(model, 0, device)
-            optimizer.step()
-            optimizer.zero_grad()
+    with streamed(Net(), device, OPTIMIZERS["adamw"]) as (_, models, optimizers):
+        train_both(models, optimizers, 0, device)
+    managed, resident = models
     if is_simulated(device):  # a card's resident model stays there, and rounds otherwise
         for name, p in managed.named_parameters():
             p.grad = torch.ones_like(p)
             other = resident.get_parameter(name)
             other.grad = torch.ones_like(other)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_both(optimizers)
         assert_alike(models, optimizers)
         with pytest.raises(OffloadError, match="trains no managed Parameter"):
             stream_optimizer(optimizers[0])
     with attached(managed, device) as manager:
         assert stream_optimizer(optimizers[0]) is optimizers[0]
-        for model in models:
-            backward(model, 1, device)
         before = manager.state.engine.stats()["brought_bytes"]
-        for optimizer in optimizers:
-            optimizer.step()
+        train_both(models, optimizers, 1, device)
         after = manager.state.engine.stats()["brought_bytes"]
         assert after - before >= 2 * 4 * WEIGHTS * 32**2
         assert_alike(models, optimizers)
@@ -644,17 +581,15 @@ def save_and_load(one):
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, KeepsAll])
 def test_a_copy_is_an_optimizer_that_is_not_streamed(sim, kind, how):
-    managed, resident, _ = build("cpu", None)
-    with attached(managed, "cpu"):
-        models = managed, resident
-        ours, theirs = (kind(model.parameters(), lr=0.1) for model in models)
+
+    def make(parameters):
+        optimizer = kind(parameters, lr=0.1)
         if kind is not KeepsAll:  # a scheduler's step in its place cannot be copied of any
-            torch.optim.lr_scheduler.ConstantLR(ours)
-            torch.optim.lr_scheduler.ConstantLR(theirs)
-        stream_optimizer(ours)
-        for model, optimizer in zip(models, (ours, theirs), strict=True):
-            backward(model, 0, "cpu")
-            optimizer.step()
+            torch.optim.lr_scheduler.ConstantLR(optimizer)
+        return optimizer
+
+    with streamed(Net(), "cpu", make) as (_, models, (ours, theirs)):
+        train_both(models, (ours, theirs), 0, "cpu")
         one, other = COPIES[how](ours), copy.deepcopy(theirs)
         assert type(one) is kind and type(ours) is not kind
         assert stepping.STEPPER not in one.__dict__
@@ -667,35 +602,14 @@ def test_a_copy_is_an_optimizer_that_is_not_streamed(sim, kind, how):
         for p, q in zip(mine, its, strict=True):
             assert_same(p.detach(), q.detach())
         assert_same(one.state_dict()["state"], other.state_dict()["state"])
-        for model, optimizer in zip(models, (ours, theirs), strict=True):
-            optimizer.zero_grad()
-            backward(model, 1, "cpu")
-            optimizer.step()
+        train_both(models, (ours, theirs), 1, "cpu")
         assert_alike(models, (ours, theirs))
-
-
-class Interrupts:
-    """Raises at the n-th line of `stepping` that runs."""
-
-    def __init__(self, nth):
-        self.left = nth
-
-    def __call__(self, frame, event, argument):
-        if frame.f_code.co_filename != stepping.__file__:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
 
 
 def test_an_interrupt_at_one_line_in_many_steps_nothing_twice(device):
     """The call is completed, or nothing was stepped yet, or no further step is taken."""
-    managed, resident, make = build(device, OPTIMIZERS["adamw foreach"])
-    with attached(managed, device) as manager:
-        ours, theirs = make(managed.parameters()), make(resident.parameters())
-        stream_optimizer(ours)
+    make = OPTIMIZERS["adamw foreach"]
+    with streamed(Net(), device, make) as (manager, (managed, resident), (ours, theirs)):
         for model in (managed, resident):
             backward(model, 0, device)
         ours.step()
@@ -704,20 +618,13 @@ def test_an_interrupt_at_one_line_in_many_steps_nothing_twice(device):
         theirs.step()
         after = {name: p.detach().cpu() for name, p in resident.named_parameters()}
         ends = {"completed": 0, "untouched": 0, "refused": 0}
-        nth, finished, other = 1, False, copy.deepcopy(resident)
+        nth, finished, other = 0, False, copy.deepcopy(resident)
         while not finished:
             with torch.no_grad():  # loading may make Parameters of others, without gradients
                 for key, value in managed.state_dict().items():
                     value.copy_(before[0][key])
             ours.load_state_dict(cloned(before[1]))
-            sys.settrace(Interrupts(nth))
-            try:
-                ours.step()
-                finished = True
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
+            finished = not StopsAt(nth, "line", stepping).stops(ours.step)
             nth += 31 if device == "cpu" else 97
             stepper = ours.__dict__[stepping.STEPPER]
             now = {name: p.detach().cpu() for name, p in managed.named_parameters()}
@@ -767,35 +674,6 @@ class WritesAnOption(torch.optim.SGD):
             for p in group["params"]:
                 if p.grad is not None:
                     self.state[p]["n"] = group["warm"] = self.state[p].get("n", 0) + 1
-
-
-@pytest.mark.parametrize("fails_at", [1, 2])
-def test_an_error_says_whether_the_step_was_completed(device, monkeypatch, fails_at):
-    """Who catches it and tries again must not step twice; where nothing is stepped, he may."""
-    managed, resident, make = build(device, OPTIMIZERS["adamw"])
-    with attached(managed, device):
-        models = managed, resident
-        ours, theirs = (make(model.parameters()) for model in models)
-        stream_optimizer(ours)
-        for model in models:
-            backward(model, 0, device)
-        theirs.step()
-        compute, calls = stepping.Stepper._compute, []
-
-        def runs_out(stepper, optimizer, batch):
-            calls.append(batch)
-            if len(calls) == fails_at:
-                raise torch.OutOfMemoryError("out of memory")
-            compute(stepper, optimizer, batch)
-
-        monkeypatch.setattr(stepping.Stepper, "_compute", runs_out)
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            ours.step()
-        notes = getattr(caught.value, "__notes__", [])
-        assert [("AdamW was completed" in note) for note in notes] == [True] * (fails_at - 1)
-        if not notes:
-            ours.step()
-        assert_alike(models, (ours, theirs))
 
 
 def test_a_step_that_cannot_be_completed_is_the_last(device, monkeypatch):
@@ -885,26 +763,16 @@ class KeepsMomentum(Own):
         p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=group["lr"])
 
 
-class Counts(Own):
-    """A tenth step that differs is beyond any short trial."""
+class Keeps(Own):
+    """Each step changes an attribute; a tenth step that differs is beyond any short trial."""
 
-    def __init__(self, params):
+    def __init__(self, params, kept, change):
         super().__init__(params)
-        self.count = 0
+        self.kept, self.change = kept, change
 
     def step(self, closure=None):
-        self.count += 1
+        self.change(self)
         super().step()
-
-
-class CountsInAnObject(Own):
-    def __init__(self, params):
-        super().__init__(params)
-        self.counts = itertools.count()
-
-    def one(self, group, p):
-        next(self.counts)
-        super().one(group, p)
 
 
 class CountsInItsClass(Own):
@@ -913,24 +781,6 @@ class CountsInItsClass(Own):
     def one(self, group, p):
         self.counts[0] += 1
         super().one(group, p)
-
-
-class CountsInATensor(Own):
-    def __init__(self, params):
-        super().__init__(params)
-        self.count = torch.zeros(1)
-
-    def one(self, group, p):
-        self.count += 1
-        super().one(group, p)
-
-
-class Toggles(Own):
-    flips = False
-
-    def step(self, closure=None):
-        self.flips = not self.flips
-        super().step()
 
 
 class HoldsAnother(Own):
@@ -943,40 +793,42 @@ class HoldsAnother(Own):
         self.base.step()
 
 
-class HoldsParameters(Own):
-    def __init__(self, params):
-        params = list(params)
-        super().__init__(params)
-        self.flat = [params]
+def add_one(one):
+    one.kept += 1
 
 
-@pytest.mark.parametrize(
-    ("make", "attribute"),
-    [
-        (KeepsMomentum, "'momenta'"),
-        (Counts, "'count'"),
-        (CountsInAnObject, "'counts'"),
-        (CountsInItsClass, "'counts'"),
-        (CountsInATensor, "'count'"),
-        (Toggles, "'flips'"),
-        (HoldsAnother, "'base' holds"),
-        (HoldsParameters, "'flat' holds"),
-    ],
-)
-def test_what_keeps_something_on_itself_is_refused_and_the_trial_leaves_nothing(
-    device, make, attribute
-):
+def turn(one):
+    one.kept = not one.kept
+
+
+KEEPERS = {
+    "momenta": (KeepsMomentum, "'momenta'"),
+    "a number": (lambda p: Keeps(p, 0, add_one), "'kept'"),
+    "an iterator": (lambda p: Keeps(p, itertools.count(), lambda one: next(one.kept)), "'kept'"),
+    "a tensor": (lambda p: Keeps(p, torch.zeros(1), add_one), "'kept'"),
+    "a switch": (lambda p: Keeps(p, False, turn), "'kept'"),
+    "in its class": (CountsInItsClass, "'counts'"),
+    "another": (HoldsAnother, "'base' holds"),
+    "parameters": (lambda p: Keeps(p, [p], lambda one: None), "'kept' holds"),
+}
+
+
+@pytest.mark.parametrize("what", KEEPERS)
+def test_what_keeps_something_on_itself_is_refused_and_the_trial_leaves_nothing(device, what):
+    make, attribute = KEEPERS[what]
     managed = Net()
     with attached(managed, device):
-        optimizer = make(managed.parameters())
+        optimizer = make(list(managed.parameters()))
+        kind = type(optimizer)
         backward(managed, 0, device)
         before = cloned(managed.state_dict())
-        with pytest.raises(OffloadError, match=f"{make.__name__} cannot.* attribute {attribute}"):
+        with pytest.raises(OffloadError, match=f"{kind.__name__} cannot.* attribute {attribute}"):
             stream_optimizer(optimizer)
-        assert type(optimizer) is make
+        assert type(optimizer) is kind
         assert_same(managed.state_dict(), before)
         assert not getattr(optimizer, "momenta", None)
-        assert not optimizer.__dict__.get("count", 0)
+        if what in ("a number", "a tensor", "a switch"):
+            assert not optimizer.kept
         optimizer.zero_grad()
 
 
@@ -1016,7 +868,7 @@ def test_what_draws_random_numbers_is_refused_and_none_are_used_up(device, of):
         before = Generators([torch.device(device)]).now()
         with pytest.raises(OffloadError, match="Draws cannot be streamed: its step draws"):
             stream_optimizer(Draws(managed.parameters(), DRAWS[of]))
-        assert stepping._same(before, Generators([torch.device(device)]).now())
+        assert are_same(before, Generators([torch.device(device)]).now())
         optimizer = DrawsFromItsOwn(managed.parameters())
         state = optimizer.generator.get_state()
         with pytest.raises(OffloadError, match="changes the attribute 'generator'"):
@@ -1074,14 +926,9 @@ class Marks(Own):
 
 
 def test_a_mark_of_the_first_step_is_accepted(device):
-    managed, resident, _ = build(device, None)
-    with attached(managed, device):
-        optimizers = [Marks(model.parameters()) for model in (managed, resident)]
-        stream_optimizer(optimizers[0])
-        for model, optimizer in zip((managed, resident), optimizers, strict=True):
-            backward(model, 0, device)
-            optimizer.step()
-        assert_alike((managed, resident), optimizers)
+    with streamed(Net(), device, Marks) as (_, models, optimizers):
+        train_both(models, optimizers, 0, device)
+        assert_alike(models, optimizers)
 
 
 class BeginsSlowly(Marks):

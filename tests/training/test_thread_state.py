@@ -348,15 +348,18 @@ def test_modes_are_put_back_whatever_torch_notes_beside_them(
     assert told == ([] if torchs != "all flags" else flags)
 
 
-class StopsAt:
-    """Raises KeyboardInterrupt at one instruction, or line, of the code that it is for."""
+NOTING = thread_state, kernel_flags
 
-    def __init__(self, at: int, event: str) -> None:
+
+class StopsAt:
+    """Raises KeyboardInterrupt at one instruction, or line, of the modules that it is for."""
+
+    def __init__(self, at: int, event: str, *modules: Any) -> None:
         self.left, self.event = at, event
+        self.files = [module.__file__ for module in modules]
 
     def __call__(self, frame: Any, event: str, argument: Any) -> Any:
-        files = thread_state.__file__, thread_state.kernel_flags.__file__
-        if frame.f_code.co_filename not in files:
+        if frame.f_code.co_filename not in self.files:
             return None
         frame.f_trace_opcodes = self.event == "opcode"
         if event == self.event:
@@ -402,7 +405,7 @@ def test_ctrl_c_at_any_instruction_leaves_what_is_noted_as_it_was() -> None:
         assert before == ([(str, eval), (repr, eval)], 1)
         for note in (thread_state._Hooks.now, thread_state._Autocast.now):
             at = 0
-            while StopsAt(at, "opcode").stops(note):
+            while StopsAt(at, "opcode", *NOTING).stops(note):
                 assert (innermost_first(), autocast_depth()) == before, at
                 at += 1
             assert at > 20
@@ -444,7 +447,7 @@ def test_ctrl_c_at_any_line_of_putting_back_comes_out_after_it() -> None:
         with Mode():
             inner, as_inner = states.now(), now()
             for at in itertools.count():
-                stopped = StopsAt(at, "line").stops(states.restore, outer)
+                stopped = StopsAt(at, "line", *NOTING).stops(states.restore, outer)
                 found = now()
                 states.restore(inner)
                 assert now() == as_inner

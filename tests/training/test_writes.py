@@ -8,7 +8,14 @@ import threading
 import models
 import pytest
 import torch
-from equality import assert_models_agree, assert_same, attached, gradients, is_simulated
+from equality import (
+    Instead,
+    assert_models_agree,
+    assert_same,
+    attached,
+    gradients,
+    is_simulated,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -298,16 +305,12 @@ def test_peft_merges_and_unmerges(safe):
     managed = models.lora(models.flux(), ["to_q", "to_v", "proj_out"])
     resident = copy.deepcopy(managed)
     with attached(managed, "cpu", offload_percent=0.0):
-        assert_models_agree(managed, resident, frozen_step)
-        for _ in range(2):
+        assert_models_agree(managed, resident, models.flux_step)
+        for step in (lambda one: one.merge(safe_merge=safe), lambda one: one.unmerge()) * 2:
             for model in (managed, resident):
                 for module in adapters(model):
-                    module.merge(safe_merge=safe)
-            assert_models_agree(managed, resident, frozen_step)
-            for model in (managed, resident):
-                for module in adapters(model):
-                    module.unmerge()
-            assert_models_agree(managed, resident, frozen_step)
+                    step(module)
+            assert_models_agree(managed, resident, models.flux_step)
 
 
 def test_diffusers_fuses_and_unfuses_lora():
@@ -316,13 +319,11 @@ def test_diffusers_fuses_and_unfuses_lora():
     managed._hf_peft_config_loaded = True
     resident = copy.deepcopy(managed)
     with attached(managed, "cpu", offload_percent=0.0):
-        assert_models_agree(managed, resident, frozen_step)
-        for model in (managed, resident):
-            model.fuse_lora(lora_scale=0.5)
-        assert_models_agree(managed, resident, frozen_step)
-        for model in (managed, resident):
-            model.unfuse_lora()
-        assert_models_agree(managed, resident, frozen_step)
+        assert_models_agree(managed, resident, models.flux_step)
+        for step, options in (("fuse_lora", {"lora_scale": 0.5}), ("unfuse_lora", {})):
+            for model in (managed, resident):
+                getattr(model, step)(**options)
+            assert_models_agree(managed, resident, models.flux_step)
 
 
 def adapters(model):
@@ -331,56 +332,31 @@ def adapters(model):
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
-def frozen_step(model):
-    return models.flux_step(model)
+def forward(model):
+    return [model(torch.ones(2, model[0].in_features))]
 
 
-def test_the_old_memory_is_left_alone():
-    """``p.data = t`` must not write into what somebody else may still hold."""
-    model = build()
-    with attached(model, "cpu"):
-        parameter = model[0].weight
-        held = parameter.data
-        before = held.clone()
-        parameter.data = torch.ones_like(held)
-        step(model)
-        assert torch.equal(held, before)
-        assert torch.equal(parameter.data, torch.ones_like(held))
+def sample(model):
+    with torch.no_grad():
+        return forward(model)
 
 
-def test_refresh_makes_any_write_visible():
-    """A write that the sampled fingerprint cannot see: one element, through numpy."""
+@pytest.mark.parametrize("how", ["refresh", "verify"])
+def test_a_write_that_the_samples_miss_is_made_visible(monkeypatch, how):
+    """One element, through numpy."""
+    if how == "verify":  # which hashes everything
+        monkeypatch.setenv("ORACLE_OFFLOAD_VERIFY", "1")
     torch.manual_seed(0)
     managed = nn.Sequential(nn.Linear(512, 512)).requires_grad_(False)
     resident = copy.deepcopy(managed)
-
-    def forward(model):
-        with torch.no_grad():
-            return [model(torch.randn(4, 512))]
-
     with attached(managed, "cpu", offload_percent=0.0) as manager:
-        assert_models_agree(managed, resident, forward)
-        for model in (managed, resident):
-            model[0].weight.detach().numpy()[7, 13] += 8.0
-        manager.refresh()
-        assert_models_agree(managed, resident, forward)
-
-
-def test_verify_hashes_everything(monkeypatch):
-    monkeypatch.setenv("ORACLE_OFFLOAD_VERIFY", "1")
-    torch.manual_seed(0)
-    managed = nn.Sequential(nn.Linear(512, 512)).requires_grad_(False)
-    resident = copy.deepcopy(managed)
-
-    def forward(model):
-        with torch.no_grad():
-            return [model(torch.randn(4, 512))]
-
-    with attached(managed, "cpu", offload_percent=0.0):
         for row in range(3):
-            assert_models_agree(managed, resident, forward)
+            assert_models_agree(managed, resident, sample)
             for model in (managed, resident):
                 model[0].weight.detach().numpy()[row, 13] += 8.0
+            if how == "refresh":
+                manager.refresh()
+        assert_models_agree(managed, resident, sample)
 
 
 def test_an_in_place_change_before_backward_is_an_error(device):
@@ -437,16 +413,19 @@ def test_one_element_written_through_torch_is_seen(name):
             assert_models_agree(managed, resident, sample, steps=1)
 
 
-def sample(model):
-    with torch.no_grad():
-        return [model(torch.ones(2, model[0].in_features))]
+def a_linear(width):
+    return nn.Linear(width, width, bias=False), torch.ones(2, width)
+
+
+def a_conv2d(width):
+    return nn.Conv2d(width, width, 1, bias=False), torch.ones(1, width, 1, 2)
+
+
+LAYERS = pytest.mark.parametrize("build_layer", [a_linear, a_conv2d], ids=["linear", "conv2d"])
 
 
 class Encoded(nn.ModuleList):
     """Half of its layers encode, without a gradient, what the other half is trained on."""
-
-    def __init__(self, make):
-        super().__init__(make() for _ in range(24))
 
     def forward(self, x, mode):
         with torch.set_grad_enabled(mode != "sampling"):
@@ -459,20 +438,16 @@ class Encoded(nn.ModuleList):
         return x
 
 
-@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+@LAYERS
 @pytest.mark.parametrize("mode", ["sampling", "forward", "training"])
-def test_one_element_written_after_its_copy_was_fetched_ahead_is_seen(mode, kind):
+def test_one_element_written_after_its_copy_was_fetched_ahead_is_seen(mode, build_layer):
     """Each layer of a unit has the version of its copy, also where it has not computed yet."""
     torch.manual_seed(0)
-    managed = Encoded(
-        (lambda: nn.Linear(64, 64, bias=False))
-        if kind == "linear"
-        else (lambda: nn.Conv2d(64, 64, 1, bias=False))
-    ).requires_grad_(False)
+    managed = Encoded(build_layer(64)[0] for _ in range(24)).requires_grad_(False)
     resident = copy.deepcopy(managed)
 
     def step(model):
-        x = torch.ones(2, 64) if kind == "linear" else torch.ones(1, 64, 1, 2)
+        _, x = build_layer(64)
         return [model(x.requires_grad_(mode == "forward"), mode)]
 
     with attached(managed, "cpu", offload_percent=1.0) as manager:
@@ -485,19 +460,16 @@ def test_one_element_written_after_its_copy_was_fetched_ahead_is_seen(mode, kind
             assert_models_agree(managed, resident, step, steps=1)
 
 
-@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+@LAYERS
 @pytest.mark.parametrize("trained", [False, True], ids=["sampling", "forward"])
-def test_one_element_written_after_the_copy_that_another_layers_use_began_is_seen(kind, trained):
+def test_one_element_written_after_the_copy_that_another_layers_use_began_is_seen(
+    build_layer, trained
+):
     """The copy brings the whole unit: its other layers have the version of that moment, too."""
     torch.manual_seed(0)
-    make = (
-        (lambda: nn.Linear(64, 64, bias=False))
-        if kind == "linear"
-        else (lambda: nn.Conv2d(64, 64, 1, bias=False))
-    )
-    managed = nn.Sequential(make(), make()).requires_grad_(False)
+    (first, x), (second, _) = build_layer(64), build_layer(64)
+    managed = nn.Sequential(first, second).requires_grad_(False)
     resident = copy.deepcopy(managed)
-    x = torch.ones(2, 64) if kind == "linear" else torch.ones(1, 64, 1, 2)
 
     def step(model, index):
         y = model[0](x.detach().requires_grad_(trained))
@@ -537,21 +509,13 @@ def test_new_memory_that_could_not_be_adopted_is_adopted_by_the_next_forward(sim
             assert_same([managed(x)], [resident(x)])
 
 
-def a_linear():
-    return nn.Linear(512, 512, bias=False), torch.ones(2, 512)
-
-
-def a_conv2d():
-    return nn.Conv2d(512, 512, 1, bias=False), torch.ones(1, 512, 1, 2)
-
-
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["nockpt", "reentrant", "ckpt"])
-@pytest.mark.parametrize("build_layer", [a_linear, a_conv2d], ids=["linear", "conv2d"])
+@LAYERS
 def test_one_row_written_after_backward_is_seen(build_layer, reentrant, autocast):
     """A trainable master may be rewritten in any way once its backward has ended."""
     torch.manual_seed(0)
-    layer, x = build_layer()
+    layer, x = build_layer(512)
     x.requires_grad_()
     managed, resident = nn.Sequential(layer), copy.deepcopy(nn.Sequential(layer))
 
@@ -574,10 +538,6 @@ def test_one_row_trained_by_a_fused_optimizer_is_seen(when):
     torch.manual_seed(0)
     managed = nn.Sequential(nn.Linear(512, 512, bias=False)).requires_grad_(when == "trainable")
     resident = copy.deepcopy(managed)
-
-    def forward(model):
-        return [model(torch.ones(2, 512))]
-
     with attached(managed, "cpu", offload_percent=0.0):
         assert_models_agree(managed, resident, forward)
         for model in (managed, resident):
@@ -600,10 +560,6 @@ def test_one_row_written_by_hand_between_two_backwards_is_seen():
     torch.manual_seed(0)
     managed = nn.Sequential(nn.Linear(512, 512, bias=False))
     resident = copy.deepcopy(managed)
-
-    def forward(model):
-        return [model(torch.ones(2, 512))]
-
     with attached(managed, "cpu", offload_percent=0.0):
         for row in range(3, 512, 101):
             for model in (managed, resident):
@@ -646,23 +602,11 @@ def test_one_row_written_after_a_validation_is_seen(device, goes_on):
 def test_weights_are_fetched_ahead_in_the_second_micro_batch_of_a_step(reentrant):
     """The first use of a forward tells that it is one of training, wherever it is recorded."""
     torch.manual_seed(0)
-
-    class Blocks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(32, 64)
-            self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(24))
-
-        def forward(self, ids):
-            x = self.table(ids)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=reentrant)
-            return x
-
-    model = Blocks()
+    blocks = (nn.Linear(64, 64) for _ in range(24))
+    model = nn.Sequential(nn.Embedding(32, 64), models.Checkpointed(*blocks, reentrant=reentrant))
     ids = torch.arange(8)
     with attached(model, "cpu", offload_percent=1.0) as manager:
-        assert "table" in [layer.name for layer in manager.layers]
+        assert "0" in [layer.name for layer in manager.layers]
         units = {layer.unit for layer in manager.layers if layer.needs_place}
         assert len(units) > 4
         late = []
@@ -712,17 +656,13 @@ def test_a_layer_called_while_another_thread_follows_its_weight_takes_the_new_on
                 moved.wait(30)
             return real_stream()
 
-        class Meanwhile:
-            def __getattr__(self, name):
-                return getattr(engine, name)
+        def move_member(*arguments):
+            answer = engine.move_member(*arguments)
+            moved.set()
+            thread.join(0.2)  # it has borrowed by then, or waits
+            return answer
 
-            def move_member(self, *arguments):
-                answer = engine.move_member(*arguments)
-                moved.set()
-                thread.join(0.2)  # it has borrowed by then, or waits
-                return answer
-
-        state.stream, state.engine = stream, Meanwhile()
+        state.stream, state.engine = stream, Instead(engine, move_member=move_member)
         thread = threading.Thread(target=lambda: found.append(managed(x)))
         thread.start()
         assert checked.wait(30)
@@ -743,16 +683,12 @@ def test_a_move_that_the_engine_refuses_leaves_the_layer_as_it_was():
     with attached(managed, "cpu") as manager:
         state, engine = manager.state, manager.state.engine
 
-        class Refuses:
-            def __getattr__(self, name):
-                return getattr(engine, name)
-
-            def move_member(self, *arguments):
-                raise OffloadError("not now")
+        def refuse(*arguments):
+            raise OffloadError("not now")
 
         managed(x)
         managed[0].weight.data = managed[0].weight.data * 2
-        state.engine = Refuses()
+        state.engine = Instead(engine, move_member=refuse)
         with pytest.raises(OffloadError, match="not now"):
             managed(x)
         state.engine = engine
