@@ -11,7 +11,7 @@ import models
 import peft
 import pytest
 import torch
-from diffusers import DDIMScheduler, DDPMPipeline, UNet2DConditionModel, UNet2DModel
+from diffusers import DDIMScheduler, DDPMPipeline, UNet2DModel
 from diffusers.training_utils import EMAModel
 from equality import assert_same, attached
 from torch import nn
@@ -90,16 +90,7 @@ def test_a_merge_of_one_row_is_seen_where_the_device_keeps_its_copy(device):
 def test_a_fused_pipelines_part_is_the_residents(device):
     def made():
         torch.manual_seed(0)
-        part = UNet2DConditionModel(
-            sample_size=8,
-            block_out_channels=(32, 64),
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-            layers_per_block=1,
-            attention_head_dim=8,
-            cross_attention_dim=32,
-            norm_num_groups=8,
-        ).requires_grad_(False)
+        part = models.unet().requires_grad_(False)
         part.add_adapter(
             peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_v"])
         )
