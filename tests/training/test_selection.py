@@ -44,35 +44,15 @@ def reasons(model, ignore=()):
     return chosen.resident
 
 
-def other_parameter(layer):
-    layer.scale = nn.Parameter(torch.ones(1))
+class Quantised(nn.Parameter):
+    """A Parameter of a class of its own."""
 
 
-def unregistered_parameter(layer):
-    layer.register_parameter("scale", None)
+def set_weight(make, kind=nn.Parameter, **options):
+    return lambda layer: setattr(layer, "weight", kind(make(layer.weight.detach()), **options))
 
 
-def integers(layer):
-    layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
-
-
-def sparse(layer):
-    layer.weight = nn.Parameter(layer.weight.detach().to_sparse())
-
-
-def of_a_class(layer):
-    class Quantised(nn.Parameter):
-        pass
-
-    layer.weight = Quantised(layer.weight.detach())
-
-
-def with_gaps(layer):
-    layer.weight = nn.Parameter(torch.randn(8, 16)[:, :8])
-
-
-def replaced_forward(layer):
-    layer.forward = lambda x: x
+integers = set_weight(torch.Tensor.char, requires_grad=False)
 
 
 def own_forward(layer):
@@ -80,49 +60,61 @@ def own_forward(layer):
     return layer
 
 
+def replaced(model):
+    model.forward = lambda x: x
+    return model
+
+
 def computed_bias(layer):
     bias = layer._parameters.pop("bias")
     layer.bias = bias.detach() * 2
 
 
-def no_bias(layer):
-    layer.bias = None
+CHANGES = {
+    "computed": (
+        parametrizations.weight_norm,
+        "its weight is computed (parametrised), not a parameter",
+    ),
+    "another parameter": (
+        lambda layer: layer.register_parameter("scale", nn.Parameter(torch.ones(1))),
+        "it has another parameter, 'scale'",
+    ),
+    "none registered": (lambda layer: layer.register_parameter("scale", None), None),
+    "integers": (integers, "'weight' is torch.int8"),
+    "sparse": (
+        set_weight(torch.Tensor.to_sparse),
+        "'weight' is a Parameter, not a plain parameter",
+    ),
+    "of a class": (
+        set_weight(torch.clone, Quantised),
+        "'weight' is a Quantised, not a plain parameter",
+    ),
+    "with gaps": (
+        set_weight(lambda weight: torch.randn(8, 16)[:, :8]),
+        "'weight' has gaps or overlaps in memory (strides (16, 1))",
+    ),
+    "forward replaced": (replaced, None),
+    "forward of its own": (own_forward, None),
+    "bias computed": (computed_bias, "its bias is computed, not a parameter"),
+    "no bias": (lambda layer: setattr(layer, "bias", None), None),
+    "max norm": (
+        lambda table: setattr(table, "max_norm", 2.0),
+        "max_norm writes its weight in forward",
+    ),
+}
+OF_TABLES = ("another parameter", "integers", "with gaps", "max norm", "no bias")
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("kind", "what"),
     [
-        (parametrizations.weight_norm, "its weight is computed (parametrised), not a parameter"),
-        (other_parameter, "it has another parameter, 'scale'"),
-        (unregistered_parameter, None),
-        (integers, "'weight' is torch.int8"),
-        (sparse, "'weight' is a Parameter, not a plain parameter"),
-        (of_a_class, "'weight' is a Quantised, not a plain parameter"),
-        (with_gaps, "'weight' has gaps or overlaps in memory (strides (16, 1))"),
-        (replaced_forward, None),
-        (own_forward, None),
-        (computed_bias, "its bias is computed, not a parameter"),
-        (no_bias, None),
+        *((nn.Linear, what) for what in CHANGES if what != "max norm"),
+        *((nn.Embedding, what) for what in OF_TABLES),
     ],
 )
-def test_what_keeps_a_layer_on_the_device(change, reason):
-    model = pair()
-    change(model[0])
-    assert reasons(model) == ({"0": reason} if reason else {})
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (other_parameter, "it has another parameter, 'scale'"),
-        (integers, "'weight' is torch.int8"),
-        (with_gaps, "'weight' has gaps or overlaps in memory (strides (16, 1))"),
-        (lambda table: setattr(table, "max_norm", 2.0), "max_norm writes its weight in forward"),
-        (no_bias, None),
-    ],
-)
-def test_what_keeps_an_embedding_on_the_device(change, reason):
-    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+def test_what_keeps_a_layer_on_the_device(kind, what):
+    change, reason = CHANGES[what]
+    model = nn.Sequential(kind(8, 8), nn.Linear(8, 8))
     change(model[0])
     assert reasons(model) == ({"0": reason} if reason else {})
 
@@ -399,11 +391,6 @@ def siblings(readers):
     """A layer and as many modules next to it, each of which computes with its weight."""
     layer = nn.EmbeddingBag(4, 4)
     return nn.ModuleList([layer, *(Sibling(layer) for _ in range(readers))])
-
-
-def replaced(model):
-    model.forward = lambda x: x
-    return model
 
 
 def lent(model, ignore=()):

@@ -198,15 +198,6 @@ def test_each_stall_is_told_of_the_layer_that_waited():
     assert 0 < sum(row.timed_waits for row in sampling.stalled) <= sampling.timed_waits
 
 
-def test_one_phase_alone_is_told_in_the_dictionary_and_not_in_the_table():
-    model = Net(2)
-    with attached(model):
-        train(model)
-        report = oracle_offload.memory_summary()
-    assert [phase.name for phase in report.devices[0].phases] == ["training"]
-    assert "| phase" not in str(report)
-
-
 def test_without_a_model_it_shows_the_host():
     report = oracle_offload.memory_summary()
     (host,) = report.memory
