@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections import OrderedDict
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import models
 import pytest
 import torch
 from equality import Instead, assert_models_agree, attached, resident_pair
+from models import Checkpointed
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import _core
@@ -25,30 +27,12 @@ from oracle_offload.model.witness import Witness
 F, R, B = _core.FORWARD, _core.RECOMPUTE, _core.BACKWARD
 
 
-class Tower(nn.Module):
-    """Checkpointed blocks of three layers of 64 KiB."""
-
-    def __init__(self, depth=16, checkpointed=True):
-        super().__init__()
-        layers = [
-            nn.Sequential(*[part for _ in range(3) for part in (nn.Linear(128, 128), nn.Tanh())])
-            for _ in range(depth)
-        ]
-        self.blocks = nn.ModuleList(layers)
-        self.checkpointed = checkpointed
-        self.scale = nn.Parameter(torch.ones(128))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return x * self.scale
-
-
-def tower(**options):
+def tower(depth=16, reentrant=False):
+    """Checkpointed blocks of three layers of 64 KiB, and a norm, which alone is trained."""
     torch.manual_seed(0)
-    model = Tower(**options)
-    model.blocks.requires_grad_(False)
-    return model
+    blocks = models.tower(depth, leaves=3).requires_grad_(False)
+    parts = {"blocks": Checkpointed(*blocks, reentrant=reentrant), "norm": nn.LayerNorm(128)}
+    return nn.Sequential(OrderedDict(parts))
 
 
 def train(model, optimizer):
@@ -65,7 +49,7 @@ def train(model, optimizer):
 def run(path, steps, model=None, **options):
     """One run of the program: attach, some steps, detach."""
     model = tower() if model is None else model
-    optimizer = torch.optim.SGD([model.scale], lr=1e-3)
+    optimizer = torch.optim.SGD(model.norm.parameters(), lr=1e-3)
     with attached(model, "cpu", order_file=path, **options) as manager:
         results = [train(model, optimizer) for _ in range(steps)]
         weights = manager.attachment.weight_bytes
@@ -192,7 +176,7 @@ def test_another_devices_seconds_are_not_told(path):
 def test_seconds_are_kept_with_the_speed_of_a_link_alone(path, monkeypatch):
     model = tower()
     with attached(model, "cpu") as manager:
-        optimizer = torch.optim.SGD([model.scale], lr=1e-3)
+        optimizer = torch.optim.SGD(model.norm.parameters(), lr=1e-3)
         for _ in range(3):
             train(model, optimizer)
         engine = manager.state.engine
@@ -261,7 +245,7 @@ def test_what_a_pace_covers():
 
 def test_it_is_written_once_a_step_has_repeated_and_read_by_the_next_run(path, tmp_path):
     model = tower()
-    optimizer = torch.optim.SGD([model.scale], lr=1e-3)
+    optimizer = torch.optim.SGD(model.norm.parameters(), lr=1e-3)
     with attached(model, "cpu", order_file=path):
         train(model, optimizer)
         assert not Path(path).exists()
@@ -288,7 +272,7 @@ def test_it_is_written_once_a_step_has_repeated_and_read_by_the_next_run(path, t
 
 def test_sampling_in_between_does_not_get_into_it(path):
     model = tower()
-    optimizer = torch.optim.SGD([model.scale], lr=1e-3)
+    optimizer = torch.optim.SGD(model.norm.parameters(), lr=1e-3)
     with attached(model, "cpu", order_file=path):
         for step in range(4):
             train(model, optimizer)
@@ -310,7 +294,7 @@ def test_a_folder_holds_one_file_for_each_model(tmp_path):
 def test_values_and_training_are_no_part_of_the_fingerprint():
     seen = []
     for trained in (False, True):
-        model = Tower(depth=4).requires_grad_(trained)
+        model = tower(depth=4).requires_grad_(trained)
         with attached(model, "cpu") as manager:
             seen.append(order.fingerprint_of(manager.attachment))
     for change in (lambda m: m.to(torch.bfloat16), lambda m: m.blocks.append(nn.Linear(128, 128))):
@@ -518,7 +502,7 @@ def test_an_order_of_more_uses_than_the_engine_takes_is_not_kept(path, monkeypat
 
 
 def test_detach_keeps_it_where_no_optimizer_of_torch_stepped_without_what_was_not_measured(path):
-    model = tower(depth=2, checkpointed=False)
+    model = tower(depth=2, reentrant=None)
     with attached(model, "cpu", order_file=path):
         for _ in range(2):
             model(torch.randn(2, 128).requires_grad_()).sum().backward()
@@ -605,7 +589,7 @@ def test_the_latest_sweep_that_repeats(uses, expected):
 def test_sampling_is_at_its_own_optimum_from_the_second_sweep(share):
     """Forwards one after the other need M - C each: what the arena holds needs no copy."""
     model = tower()
-    optimizer = torch.optim.SGD([model.scale], lr=1e-3)
+    optimizer = torch.optim.SGD(model.norm.parameters(), lr=1e-3)
     with attached(model, "cpu", offload_percent=share) as manager:
         steady = [train(model, optimizer)[1] for _ in range(4)][-1]
         weights = manager.attachment.weight_bytes
@@ -682,7 +666,7 @@ def test_aitoolkits_attach_keeps_the_order_there(tmp_path):
         model = tower()
         process = Process(save_root=str(tmp_path))
         process.loads(lambda model=model: MemoryManager.attach(model, "cpu"))
-        optimizer = torch.optim.SGD([model.scale], lr=1e-3)
+        optimizer = torch.optim.SGD(model.norm.parameters(), lr=1e-3)
         train(model, optimizer)
         late.append(model._memory_manager.state.engine.stats()["late"])
         train(model, optimizer)

@@ -117,12 +117,9 @@ class Int8(nn.Module):
 
 
 def test_what_is_quantised_is_the_modules_without_children_that_have_parameters():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale, self.inner = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
-
-    model = nn.Sequential(Own(), nn.ReLU(), nn.Linear(2, 2))
+    own = nn.Module()
+    own.scale, own.inner = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
+    model = nn.Sequential(own, nn.ReLU(), nn.Linear(2, 2))
     assert [name for name, _ in Quantiser(model, print).modules()] == ["0.inner", "2"]
 
 
