@@ -677,8 +677,6 @@ def test_what_is_written_is_read_again_and_in_the_format_that_is_asked_for(recor
     [
         (["[" * 100_000], "line 1: not JSON"),
         (["HEADER", "[" * 100_000], "line 2: not JSON"),
-        (['{"schema": "oracle_offload/recording/1"}'], "it names no devices"),
-        (['{"schema": "oracle_offload/recording/1", "devices": [5]}'], "it names no devices"),
         (["HEADER", '{"event": "step"}'], "line 2 is damaged: step without device"),
         (["HEADER", '{"event": "error"}'], "line 2 is damaged: error without what"),
         (["HEADER", '{"event": [1]}', "5"], "line 3: no part of a recording"),
