@@ -48,11 +48,16 @@ class Simulation:
     def __getattr__(self, name):
         return getattr(self.simulator, name)
 
+    def change(self, **shape):
+        """Another device from now on: of so many `memory_bytes`, say."""
+        device = self.simulator.get_device(0)
+        for name, value in shape.items():
+            setattr(device, name, value)
+        self.simulator.set_device(0, device)
+
     def slow_link(self, gbps=0.01):
         """A link so slow that copies are always under way."""
-        device = self.simulator.get_device(0)
-        device.link_gbps = gbps
-        self.simulator.set_device(0, device)
+        self.change(link_gbps=gbps)
 
     def create_stream(self):
         """A second compute stream; `destroy_stream` gives it back."""
@@ -76,6 +81,28 @@ class Simulation:
         finally:
             assert library.cuCtxPopCurrent_v2(ctypes.byref(context)) == 0
             assert library.cuDevicePrimaryCtxRelease_v2(0) == 0
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same random numbers in each test, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def nothing_is_small(monkeypatch):
+    """Tensors of any size are lent, whatever the model's others have."""
+    from oracle_offload.model import selection
+
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
+
+
+@pytest.fixture
+def cache_folder(monkeypatch, tmp_path):
+    """A cache of the test's own."""
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 THREADS = torch.get_num_threads()

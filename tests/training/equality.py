@@ -49,6 +49,16 @@ class Recorder:
         return used
 
 
+class Through:
+    """Stands for an object of which a test changes some methods: all else is that object's."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
 def resident_pair(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """Return the model to attach and an equal one that stays resident."""
     return model, copy.deepcopy(model)
@@ -86,6 +96,19 @@ def assert_same(found: Any, expected: Any, what: str = "value") -> None:
     assert len(found) == len(expected), what
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert_same(one, other, f"{what}[{index}]")
+
+
+def step_of(given: Tensor, device: str = "") -> Callable[[nn.Module], list[Tensor]]:
+    """Return a step on such an input, of the model's dtype: the result and the input's gradient."""
+
+    def step(model: nn.Module) -> list[Tensor]:
+        x = given.to(device or DEVICE, next(model.parameters()).dtype).detach().clone()
+        y = model(x.requires_grad_())
+        y.square().sum().backward()
+        assert x.grad is not None
+        return [y.detach(), x.grad]
+
+    return step
 
 
 def step_alike(

@@ -13,11 +13,18 @@ warnings.filterwarnings("ignore", category=UserWarning)
 
 
 class Tower(nn.Sequential):
-    """Blocks that are checkpointed one by one."""
+    """Blocks that are checkpointed one by one, in one of torch's two ways, or not at all (None)."""
+
+    def __init__(self, *blocks, reentrant=False):
+        super().__init__(*blocks)
+        self.reentrant = reentrant
 
     def forward(self, x):
         for block in self:
-            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            if self.reentrant is None:
+                x = block(x)
+            else:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
         return x
 
 
@@ -215,17 +222,15 @@ def lora(model, targets, rank=4):
     return model
 
 
-class Checkpointed(nn.Sequential):
-    """Parts that backward computes again, in one of torch's two ways; none of them with None."""
+class LoRA(nn.Module):
+    """As AI-Toolkit's: it replaces the layer's forward, and keeps what it has replaced."""
 
-    def __init__(self, *parts, reentrant=None):
-        super().__init__(*parts)
-        self.reentrant = reentrant
+    def __init__(self, module, rank=4):
+        super().__init__()
+        self.down = nn.Linear(module.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, module.out_features, bias=False)
+        self.org_module = [module]
+        self.org_forward, module.forward = module.forward, self.forward
 
     def forward(self, x):
-        for part in self:
-            if self.reentrant is None:
-                x = part(x)
-            else:
-                x = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=self.reentrant)
-        return x
+        return self.org_forward(x) + self.up(self.down(x))

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equality import assert_models_agree, assert_same, count_acquires, h2d_bytes
+from models import LoRA
 from ostris import OstrisLinear, to_ostris
 from torch import nn
 
@@ -41,24 +42,13 @@ def attach(model, device="cpu", at_least=1, **options):
     return manager
 
 
-class LoRA(nn.Module):
-    """As AI-Toolkit's LoRAModule: replaces the layer's forward, keeps what it replaced."""
-
-    def __init__(self, module, rank=4, mends=False):
-        super().__init__()
-        self.lora_down = nn.Linear(module.in_features, rank, bias=False)
-        self.lora_up = nn.Linear(rank, module.out_features, bias=False)
-        self.org_module = [module]
-        if mends:
-            module.ara_lora_ref = weakref.ref(self)
-
-    def apply_to(self):
-        self.org_forward = self.org_module[0].forward
-        self.org_module[0].forward = self.forward
-        return self
-
-    def forward(self, x):
-        return self.org_forward(x) + self.lora_up(self.lora_down(x))
+def mending(layer, replaces=True):
+    """Return a LoRA that mends a layer's accuracy, which has a weak reference to it."""
+    lora = LoRA(layer)
+    layer.ara_lora_ref = weakref.ref(lora)
+    if not replaces:
+        del layer.forward
+    return lora
 
 
 # ---- the surface ----
@@ -176,7 +166,12 @@ def test_detach_brings_everything_to_the_cpu(unpin, device):
     model.register_buffer("table", torch.arange(4))
     parameters = list(model.parameters())
     before = copy.deepcopy(dict(model.state_dict()))
+    model.to(device)
+    MemoryManager.detach(model)
+    there = torch.device(device).type
+    assert {p.device.type for p in model.parameters()} == {there}, "it was not attached"
     attach(model, device)
+    assert [p.device.type for p in model.parameters()] == ["cpu"] * 2 + [there] * 2
     model(torch.randn(2, 64, device=device))
     MemoryManager.detach(model, unpin_cpu_tensors=unpin)
     assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
@@ -226,13 +221,13 @@ def test_training_through_the_drop_in_has_the_bits_of_the_resident_model(device)
     for managed in (False, True):
         torch.manual_seed(0)
         model = mlp(bias=False)
-        early = LoRA(model[0]).apply_to().to(device)
+        early = LoRA(model[0]).to(device)
         optimizer = torch.optim.AdamW(early.parameters(), lr=1e-2)
         if managed:
             attach(model, device, at_least=3)
         else:
             model.to(device)
-        late = LoRA(model[1]).apply_to().to(device)
+        late = LoRA(model[1]).to(device)
         optimizer.add_param_group({"params": list(late.parameters())})
         before, losses = h2d_bytes(device), []
         for step in range(3):
@@ -277,6 +272,10 @@ class Mixed(nn.Module):
         self.bare = nn.Parameter(torch.zeros(8))
         self.register_buffer("index", torch.arange(8))
         self.experts = Streams()
+        self.others = nn.ModuleList(
+            [nn.ConvTranspose2d(1, 1, 1), nn.PReLU(), nn.MultiheadAttention(8, 2)]
+        )
+        self.ignored = nn.Sequential(nn.Linear(8, 8))
 
     def forward(self, x):
         return self.experts(self.conv1d(self.linear(x)[:, None])[:, 0] + self.bare)
@@ -287,7 +286,7 @@ def test_to_moves_all_but_what_streams():
     model = Mixed()
     model.experts.offload_device = torch.device("cpu")
     MemoryManager.attach(model.experts, "cpu")  # in which there is nothing to manage
-    attach(model)
+    attach(model, ignore_modules=[model.ignored])
     kept = type(model.experts)
     assert kept is not Streams and isinstance(model.experts, Streams)
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
@@ -326,6 +325,7 @@ def test_a_model_with_self_streaming_banks_can_be_copied_and_saved():
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         assert type(other.experts) is Streams, "a copy moves"
+        assert not hasattr(other, "_memory_manager")
         assert_same(other(x), expected)
         with torch.no_grad():
             other.linear.weight.zero_()
@@ -358,7 +358,6 @@ def test_to_is_idempotent_and_moves_no_byte(device):
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=str)
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 def test_layers_that_it_has_quantised_stream_their_buffers(bias, checkpointing, autocast, device):
-    torch.manual_seed(0)
     model = mlp(bias=bias)
     for layer in model:
         to_ostris(layer)
@@ -392,41 +391,39 @@ def test_layers_that_it_has_quantised_stream_their_buffers(bias, checkpointing, 
 
 def test_adapters_that_mend_a_layer_are_attached_with_it(device):
     """ARA: frozen LoRAs on layers, found by the layers' weak references."""
-    torch.manual_seed(0)
     model = mlp()
-    mending = [LoRA(layer, mends=True).apply_to().requires_grad_(False) for layer in model[:2]]
+    loras = [mending(layer).requires_grad_(False) for layer in model[:2]]
     x = torch.randn(2, 64)
     plain = model(x)
-    for part in (model, *mending):
+    for part in (model, *loras):
         part.to(device)
     expected = model(x.to(device))
-    for part in (model, *mending):
+    for part in (model, *loras):
         part.to("cpu")
     manager = attach(model, device, at_least=3)
     assert len(manager.adapters._memory_manager.layers) == 4
-    for lora in mending:
-        assert hasattr(lora.lora_down, "_layer_memory_manager")
-        assert lora.lora_up._memory_management_device == manager.device
+    for lora in loras:
+        assert hasattr(lora.down, "_layer_memory_manager")
+        assert lora.up._memory_management_device == manager.device
         assert MemoryManager.attach(lora, device) is None  # it is already
     before = h2d_bytes(device)
     assert_same(model(x.to(device)), expected)
-    mended = sum(p.nbytes for lora in mending for p in lora.parameters())
+    mended = sum(p.nbytes for lora in loras for p in lora.parameters())
     assert h2d_bytes(device) - before >= mended + sum(p.nbytes for p in model.parameters())
     MemoryManager.detach(model)
-    assert not any(hasattr(p, "_layer_memory_manager") for lora in mending for p in lora.modules())
-    for lora in mending:
-        assert lora.lora_up.weight.device.type == "cpu"
+    assert not any(hasattr(p, "_layer_memory_manager") for lora in loras for p in lora.modules())
+    for lora in loras:
+        assert lora.up.weight.device.type == "cpu"
     assert_same(model(x), plain)
 
 
 def test_an_adapter_may_begin_to_mend_a_layer_after_attach(device):
     """It is on the device as any module; attached by itself it streams, too."""
-    torch.manual_seed(0)
     model = mlp()
     x = torch.randn(2, 64)
     manager = attach(model, device, at_least=3)
     plain = model(x.to(device)).cpu()
-    lora = LoRA(model[0], mends=True).apply_to().requires_grad_(False).to(device)
+    lora = mending(model[0]).requires_grad_(False).to(device)
     before = count_acquires()
     mended = model(x.to(device))
     assert count_acquires() - before == 3 and h2d_bytes(device) > 0
@@ -434,25 +431,23 @@ def test_an_adapter_may_begin_to_mend_a_layer_after_attach(device):
     attach(lora.to("cpu"), device, at_least=2)
     assert_same(model(x.to(device)), mended)
     MemoryManager.detach(model)
-    assert hasattr(lora.lora_up, "_layer_memory_manager")  # what was attached by itself stays so
+    assert hasattr(lora.up, "_layer_memory_manager")  # what was attached by itself stays so
     MemoryManager.detach(lora)
     assert_same(model(x), mended)
 
 
 def test_an_adapter_that_is_gone_or_whose_layer_is_ignored_is_not_attached():
     model = mlp()
-    kept = LoRA(model[0], mends=True)
-    gone = LoRA(model[1], mends=True)
-    del gone
+    kept = mending(model[0], replaces=False)
+    mending(model[1], replaces=False)  # and is gone
     gc.collect()
     manager = attach(model, ignore_modules=[model[0]])
     assert manager.adapters is None and len(manager.layers) == 2
-    assert not hasattr(kept.lora_up, "_layer_memory_manager")
+    assert not hasattr(kept.up, "_layer_memory_manager")
     MemoryManager.detach(model)
 
 
 def test_parts_that_are_attached_already_stay_with_their_manager():
-    torch.manual_seed(0)
     model = nn.Sequential(mlp(), mlp())
     x = torch.randn(2, 64)
     expected = model(x)
@@ -471,7 +466,6 @@ def test_parts_that_are_attached_already_stay_with_their_manager():
 
 def test_free_of_one_model_leaves_the_others():
     """Behaviour 15: two transformers and an encoder on one device; one is freed."""
-    torch.manual_seed(0)
     models = [mlp() for _ in range(3)]
     x = torch.randn(2, 64)
     expected = [model(x) for model in models]
@@ -490,7 +484,7 @@ def test_free_of_one_model_leaves_the_others():
 
 def test_free_of_a_whole_frees_its_parts_and_its_adapters():
     model = nn.Sequential(mlp(), mlp())
-    lora = LoRA(model[1][0], mends=True)
+    lora = mending(model[1][0], replaces=False)
     attach(model[0])
     attach(model)
     MemoryManager.free(model)

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from equality import assert_same, count_acquires
+from models import LoRA
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,19 +21,6 @@ def chain(layers=6, width=WIDTH):
     torch.manual_seed(0)
     made = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
     return nn.Sequential(*made)
-
-
-class LoRA(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        torch.manual_seed(1)
-        self.down = nn.Linear(module.in_features, 4, bias=False)
-        self.up = nn.Linear(4, module.out_features, bias=False)
-        self.org_module = [module]
-        self.org_forward, module.forward = module.forward, self.forward
-
-    def forward(self, x):
-        return self.org_forward(x) + self.up(self.down(x))
 
 
 def test_behaviour_3_an_optimizer_from_before_attach_trains():
@@ -56,8 +44,12 @@ def test_behaviour_3_an_optimizer_from_before_attach_trains():
         assert (simulator.stats().h2d_bytes > moved) is managed
         MemoryManager.detach(model)
         assert [id(p) for p in model.parameters()] == before
+        assert not any("weight" in part.__dict__ for part in model.modules())
         x = torch.ones(1, WIDTH)
         trained = model(x)
+        trained.sum().backward()
+        optimizer.step()
+        assert not torch.equal(model(x), trained), "an optimizer counts after detach"
         model.load_state_dict(chain().state_dict())
         assert not torch.equal(model(x), trained)
         assert_same(model(x), chain()(x))
@@ -82,6 +74,7 @@ def test_behaviour_4_adapters_before_adapters_survive_attach_detach_and_free():
     assert inner.up.weight.grad.any() and outer.up.weight.grad.any()
     MemoryManager.detach(model)
     assert_same(model(x), expected)
+    assert model[1][0].forward == outer.forward and outer.org_forward == inner.forward
     MemoryManager.attach(model, "cpu")
     assert_same(model(x), expected)
     MemoryManager.free(model)
@@ -110,16 +103,15 @@ def test_behaviours_11_and_12_a_checkpointed_step_allocates_nothing_and_copies_t
         assert after[count] == before[count], count
     moved = after["h2d_bytes"] - before["h2d_bytes"]
     assert moved == now.h2d_bytes - driver.h2d_bytes, "the driver copied what was counted"
-    assert 0 < moved <= 2 * manager.attachment.weight_bytes
+    weights = manager.attachment.weight_bytes
+    assert share * weights / 2 < moved <= 2 * weights
     MemoryManager.detach(model)
 
 
 @pytest.mark.parametrize("gbps", [0.5, 25.0], ids=["a slow link", "a fast link"])
 def test_behaviour_13_copies_overlap_with_computing(sim, gbps):
     """A step takes no more than 1.1 times the longer of computing and of copying."""
-    device = sim.simulator.get_device(0)
-    device.link_gbps = gbps
-    sim.simulator.set_device(0, device)
+    sim.change(link_gbps=gbps)
     model = chain(12, 512).requires_grad_(False)
     MemoryManager.attach(model, "cpu")
     assert len(model._memory_manager.layers) == 12
