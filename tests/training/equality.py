@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracle_offload
 from oracle_offload.engine import simulator
@@ -50,13 +51,27 @@ class Recorder:
 
 
 class Through:
-    """Stands for an object of which a test changes some methods: all else is that object's."""
+    """Another object, but for the methods that a test writes itself."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
+
+
+class FailsAt(TorchDispatchMode):
+    """Memory runs out at one operator, counted from the first one while `counts` says so."""
+
+    def __init__(self, number: int | None, counts: Callable[[], bool]) -> None:
+        super().__init__()
+        self.number, self.counts, self.count = number, counts, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += self.counts()
+        if self.counts() and self.count == self.number:
+            raise torch.OutOfMemoryError(f"planted at operator {self.count}")
+        return func(*args, **(kwargs or {}))
 
 
 def resident_pair(model: nn.Module) -> tuple[nn.Module, nn.Module]:

@@ -12,6 +12,13 @@ from torch import nn
 warnings.filterwarnings("ignore", category=UserWarning)
 
 
+def checkpointed(module, *given, reentrant):
+    """Call a module in one of torch's two checkpoints, or in none (None)."""
+    if reentrant is None:
+        return module(*given)
+    return torch.utils.checkpoint.checkpoint(module, *given, use_reentrant=reentrant)
+
+
 class Tower(nn.Sequential):
     """Blocks that are checkpointed one by one, in one of torch's two ways, or not at all (None)."""
 
@@ -21,10 +28,7 @@ class Tower(nn.Sequential):
 
     def forward(self, x):
         for block in self:
-            if self.reentrant is None:
-                x = block(x)
-            else:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
+            x = checkpointed(block, x, reentrant=self.reentrant)
         return x
 
 
@@ -234,3 +238,16 @@ class LoRA(nn.Module):
 
     def forward(self, x):
         return self.org_forward(x) + self.up(self.down(x))
+
+
+class Parts(nn.Module):
+    """A module of these parts, and a function that computes with them as it likes."""
+
+    def __init__(self, compute, **parts):
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *given):
+        return self.compute(self, *given)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
-from equality import assert_models_agree, assert_same, attached, resident_pair
+from equality import Through, assert_models_agree, assert_same, attached, resident_pair, step_of
 from tiers import in_turn
 from torch import nn
 
@@ -26,17 +26,13 @@ from oracle_offload.model import masters
 
 
 def tower_step(model):
-    x = torch.ones(2, model[0][0].in_features, requires_grad=True)
-    y = model(x)
-    y.square().sum().backward()
-    return [y, x.grad]
+    return step_of(torch.ones(2, model[0][0].in_features))(model)
 
 
 @pytest.mark.parametrize("percent", [1.0, 0.7])
 @pytest.mark.parametrize(("kind", "trainable"), [("linear", False), ("conv2d", True)])
 def test_the_arena_grows_by_what_a_block_needs_beyond_the_floor(kind, percent, trainable):
     """Also where convolutions are all that is managed."""
-    torch.manual_seed(0)
 
     def make():
         return nn.Linear(128, 128) if kind == "linear" else nn.Conv2d(128, 128, 1)
@@ -46,12 +42,7 @@ def test_the_arena_grows_by_what_a_block_needs_beyond_the_floor(kind, percent, t
     ]
     managed, resident = resident_pair(models.Tower(*blocks).requires_grad_(trainable))
 
-    def step(model):
-        x = torch.ones((4, 128) if kind == "linear" else (4, 128, 1, 1), requires_grad=True)
-        y = model(x)
-        y.square().sum().backward()
-        return [y, x.grad]
-
+    step = step_of(torch.ones((4, 128) if kind == "linear" else (4, 128, 1, 1)))
     with attached(managed, "cpu", offload_percent=percent) as manager:
         arena, engine = manager.attachment.arena, manager.state.engine
         assert len(manager.layers) == 16
@@ -69,7 +60,6 @@ def test_the_arena_grows_by_what_a_block_needs_beyond_the_floor(kind, percent, t
 @pytest.mark.parametrize("pinned", [False, True], ids=["between layers", "inside a layer"])
 def test_the_arena_grows_while_another_thread_computes(pinned):
     """The other thread may be given the new memory at once, and may still hold some of the old."""
-    torch.manual_seed(0)
     managed, resident = resident_pair(models.tower().requires_grad_(False))
     with attached(managed, "cpu") as manager, contextlib.ExitStack() as held:
         attachment, state, engine = manager.attachment, manager.state, manager.state.engine
@@ -88,13 +78,10 @@ def test_the_arena_grows_while_another_thread_computes(pinned):
             held.callback(engine.release, ticket, state.stream())
             return address
 
-        class Meanwhile:
+        class Meanwhile(Through):
             """What another thread does while this one is inside `add_segment`."""
 
             grown = False
-
-            def __getattr__(self, name):
-                return getattr(engine, name)
 
             def add_segment(self, *arguments):
                 engine.add_segment(*arguments)
@@ -108,7 +95,7 @@ def test_the_arena_grows_while_another_thread_computes(pinned):
 
         if pinned:
             hold(attachment.layers[0])
-        state.engine = Meanwhile()
+        state.engine = Meanwhile(engine)
         assert_models_agree(managed, resident, tower_step, steps=1)
         assert state.engine.grown
         state.engine = engine
@@ -166,7 +153,6 @@ def steady_bytes(model, manager):
 @in_turn("percent,leaves", [1.0, 0.8, 0.5, 0.2], [3, 4, 9])
 def test_growing_takes_the_difference_alone(percent, leaves, monkeypatch):
     """And the two segments stream nearly as well as one of their size."""
-    torch.manual_seed(0)
     counted = DeviceBytes(monkeypatch)
     managed, resident = resident_pair(models.tower(6, leaves, 256).requires_grad_(False))
     with attached(managed, "cpu", offload_percent=percent) as manager:
@@ -260,9 +246,7 @@ def test_what_torch_holds_for_nobody_counts_as_free(sim, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700 << 20)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100 << 20)
     assert devices.Cuda(torch.device("cuda", 0)).cached_bytes() == 600 << 20
-    shape = sim.get_device(0)
-    shape.memory_bytes = 6 << 20
-    sim.set_device(0, shape)
+    sim.change(memory_bytes=6 << 20)
     model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(16)])
     optimizer = torch.optim.SGD(model.requires_grad_(False).parameters(), lr=0.0)
     for cached in (0, 512 << 10):
@@ -298,11 +282,8 @@ def taken(sim, manager, left):
 
 
 def test_an_arena_that_finds_no_room_to_grow_tries_again_once_there_is(sim, caplog, monkeypatch):
-    torch.manual_seed(0)
     managed, resident = resident_pair(models.tower().requires_grad_(False))
-    shape = sim.get_device(0)
-    shape.memory_bytes = 8 << 20
-    sim.set_device(0, shape)
+    sim.change(memory_bytes=8 << 20)
     with attached(managed) as manager:
         arena = manager.attachment.arena
         begun, tried = arena.capacity_bytes, []
@@ -330,33 +311,46 @@ def test_an_arena_that_finds_no_room_to_grow_tries_again_once_there_is(sim, capl
         assert tries(4 << 20) == 0, "it has grown"
 
 
-def test_an_arena_that_has_grown_grows_again_for_a_larger_block():
+@pytest.fixture
+def arena():
+    """The arena of 16 layers at its floor, which is two of the largest; and all that they take."""
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(16))).requires_grad_(False)
     with attached(model, "cpu", offload_percent=1.0) as manager:
-        arena, most = manager.attachment.arena, manager.attachment.managed_bytes
-        largest = arena.floor_bytes // 2
-        found = [arena.capacity_bytes]
-        for units in (4, 4, 3, 7, 7):  # of the blocks that the engine has learned
-            arena.grow(units * largest, largest, most)
-            found.append(arena.capacity_bytes)
-            assert arena.floor_bytes >= units * largest
-        begun = found[0]
-        assert found[1:4] == [begun + 2 * largest] * 3
-        assert found[4:] == [begun + 5 * largest] * 2
+        yield SimpleNamespace(
+            its=manager.attachment.arena,
+            most=manager.attachment.managed_bytes,
+            largest=manager.attachment.arena.floor_bytes // 2,
+        )
 
 
-def test_an_arena_that_was_resized_grows_only_beyond_its_size():
-    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(16))).requires_grad_(False)
-    with attached(model, "cpu", offload_percent=1.0) as manager:
-        arena, most = manager.attachment.arena, manager.attachment.managed_bytes
-        largest = arena.floor_bytes // 2
-        size = arena.capacity_bytes + 4 * largest
-        arena.resize(size)
-        for block, floor in ((3 * largest, 3 * largest), (2 * largest, 3 * largest), (size, size)):
-            arena.grow(block, largest, most)
-            assert (arena.capacity_bytes, arena.floor_bytes) == (size, floor)
-        arena.grow(size + largest, largest, most)
-        assert arena.capacity_bytes == size + 2 * largest
+def test_an_arena_that_has_grown_grows_again_for_a_larger_block(arena):
+    found = [arena.its.capacity_bytes]
+    for units in (4, 4, 3, 7, 7):  # of the blocks that the engine has learned
+        arena.its.grow(units * arena.largest, arena.largest, arena.most)
+        found.append(arena.its.capacity_bytes)
+        assert arena.its.floor_bytes >= units * arena.largest
+    begun = found[0]
+    assert found[1:4] == [begun + 2 * arena.largest] * 3
+    assert found[4:] == [begun + 5 * arena.largest] * 2
+
+
+def test_an_arena_that_was_resized_grows_only_beyond_its_size(arena):
+    its, largest, most = arena.its, arena.largest, arena.most
+    size = its.capacity_bytes + 4 * largest
+    its.resize(size)
+    for block, floor in ((3 * largest, 3 * largest), (2 * largest, 3 * largest), (size, size)):
+        its.grow(block, largest, most)
+        assert (its.capacity_bytes, its.floor_bytes) == (size, floor)
+    its.grow(size + largest, largest, most)
+    assert its.capacity_bytes == size + 2 * largest
+
+
+def test_an_arena_that_holds_all_that_its_model_can_use_does_not_grow(arena):
+    its, size, floor = arena.its, arena.its.capacity_bytes, arena.its.floor_bytes
+    its.grow(2 * floor, floor // 2, size)
+    assert (its.capacity_bytes, its.floor_bytes) == (size, floor)
+    its.grow(2 * floor, floor // 2, size + 1)
+    assert its.capacity_bytes > size and its.floor_bytes > floor
 
 
 def test_a_capture_is_refused_before_anything_is_lent(sim):
@@ -441,17 +435,6 @@ def test_what_is_free_is_counted_without_what_is_still_to_come():
         found = managers._capacity(state, placed, 2 << 20)
         expected = int(0.9 * ((10 << 20) - to_come - (2 << 20)))
         assert expected - _core.ALIGNMENT < found <= expected
-
-
-def test_an_arena_that_holds_all_that_its_model_can_use_does_not_grow():
-    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))).requires_grad_(False)
-    with attached(model, "cpu", offload_percent=1.0) as manager:
-        arena = manager.attachment.arena
-        size, floor = arena.capacity_bytes, arena.floor_bytes
-        arena.grow(2 * floor, floor // 2, size)
-        assert (arena.capacity_bytes, arena.floor_bytes) == (size, floor)
-        arena.grow(2 * floor, floor // 2, size + 1)
-        assert arena.capacity_bytes > size and arena.floor_bytes > floor
 
 
 def test_what_torch_holds_for_nobody_goes_back_before_an_arena_is_resized(monkeypatch):

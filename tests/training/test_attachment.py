@@ -9,7 +9,8 @@ import weakref
 
 import pytest
 import torch
-from equality import attached
+from equality import Through, attached
+from models import Parts
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +19,7 @@ import oracle_offload
 from oracle_offload.compress import coder
 from oracle_offload.engine import devices, engines
 from oracle_offload.host.sizes import format_size
-from oracle_offload.model import masters, selection
+from oracle_offload.model import masters
 from oracle_offload.model.arena import Arena
 from oracle_offload.model.attachment import close_leftovers
 from oracle_offload.model.auto_budget import AutoBudget, Change, Reading
@@ -69,9 +70,7 @@ def test_a_sweep_counts_what_it_needs():
         assert manager.attachment.x_min_bytes() == 8 * LAYER - room
 
 
-def test_of_compressed_weights_those_travel_that_get_smallest(tmp_path, monkeypatch):
-    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
-    torch.manual_seed(0)
+def test_of_compressed_weights_those_travel_that_get_smallest(cache_folder):
     model = nn.Sequential(
         nn.Linear(512, 1024, bias=False).bfloat16(), nn.Linear(1024, 256, bias=False).bfloat16()
     ).requires_grad_(False)
@@ -112,14 +111,8 @@ def peaks(monkeypatch):
     return begun
 
 
-def memory_of(sim, nbytes):
-    device = sim.get_device(0)
-    device.memory_bytes = nbytes
-    sim.set_device(0, device)
-
-
 def test_a_budget_is_told_what_the_device_has_and_how_many_grow(sim, told, peaks, monkeypatch):
-    memory_of(sim, 64 << 20)
+    sim.change(memory_bytes=64 << 20)
     monkeypatch.setattr(devices.Simulated, "cached_bytes", lambda kind: 4096)
     one, other, plain = tower(), tower(4), tower(2)
     with (
@@ -164,7 +157,7 @@ def test_a_budget_is_told_what_the_device_has_and_how_many_grow(sim, told, peaks
 
 
 def test_a_budget_begins_anew_where_another_model_came(sim, told, peaks):
-    memory_of(sim, FLOOR + LAYER)
+    sim.change(memory_bytes=FLOOR + LAYER)
     model = tower()
     with attached(model, vram_budget="auto") as manager:
         step(model)
@@ -178,15 +171,10 @@ def test_a_budget_begins_anew_where_another_model_came(sim, told, peaks):
 
 
 def test_a_budget_is_told_of_the_block_that_the_step_has_shown(told):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = tower().requires_grad_()
+    def compute(parts, x):
+        return checkpoint(parts.inner, x.requires_grad_(), use_reentrant=False)
 
-        def forward(self, x):
-            return checkpoint(self.inner, x.requires_grad_(), use_reentrant=False)
-
-    model = Block()
+    model = Parts(compute, inner=tower().requires_grad_())
     with attached(model, vram_budget="auto"):
         step(model)
     ((_, _, capacity, floor, *_),) = told
@@ -233,19 +221,16 @@ def test_an_arena_that_cannot_grow_is_told_in_a_line_and_counted(monkeypatch, ca
 
 
 def test_the_engine_knows_before_each_step_which_units_are_trained(monkeypatch):
-    class Engine:
-        def __getattr__(self, name):
-            return getattr(real, name)
-
+    class Engine(Through):
         def set_trainable(self, unit, trained):
             known[unit] = trained
-            real.set_trainable(unit, trained)
+            self.real.set_trainable(unit, trained)
 
     model = tower(3).requires_grad_()
     with attached(model) as manager:
-        real, held = manager.state.engine, manager.attachment
+        held = manager.attachment
         known = dict.fromkeys((layer.unit for layer in manager.layers), True)
-        monkeypatch.setattr(manager.state, "engine", Engine())
+        monkeypatch.setattr(manager.state, "engine", Engine(manager.state.engine))
         for which in ((1, 0, 0), (0, 1, 0), (0, 1, 1), (0, 0, 0), (1, 1, 1)):
             for layer, trained in zip(model, which, strict=True):
                 layer.requires_grad_(bool(trained))
@@ -283,18 +268,6 @@ def test_of_layers_that_are_lost_the_first_is_told(caplog):
 # ---- ends that wait ----
 
 
-def test_what_was_left_of_a_deleted_model_goes_at_the_next_pass():
-    keeper, model = tower(2).requires_grad_(), tower(2)
-    with attached(keeper) as manager:
-        left = oracle_offload.attach(model, "cpu").attachment
-        with manager.state.lock:
-            del model
-        assert left in manager.state.listeners and left.is_attached
-        step(keeper)
-        keeper(torch.ones(1, 128))
-        assert left not in manager.state.listeners and not left.is_attached
-
-
 def test_a_detached_model_whose_arena_another_computes_in_takes_part_in_nothing(caplog):
     caplog.set_level(logging.INFO, logger="oracle_offload")
     one, other = tower(2), tower(6)
@@ -325,27 +298,22 @@ def test_a_detached_model_whose_arena_another_computes_in_takes_part_in_nothing(
     second.detach()
 
 
-def left_behind(keeper):
-    """Return what a model leaves that is deleted while another thread could hold a lock."""
-    model = tower(2)
-    left = oracle_offload.attach(model, "cpu").attachment
-    with keeper.state.lock:
-        del model
-    assert left in keeper.state.listeners
-    return left
-
-
-def test_what_was_left_of_a_deleted_model_goes_at_the_next_detach():
-    with attached(tower(2)) as manager:
-        left = left_behind(manager)
+@pytest.mark.parametrize("when", ["pass", "detach", "attach"])
+def test_what_was_left_of_a_deleted_model_goes_at_the_next(when):
+    """Left, because another thread could have held a lock as it went."""
+    keeper, model = tower(2).requires_grad_(), tower(2)
+    with attached(keeper) as manager:
+        left = oracle_offload.attach(model, "cpu").attachment
+        with manager.state.lock:
+            del model
+        assert left in manager.state.listeners and left.is_attached
+        if when == "pass":
+            step(keeper)
+            keeper(torch.ones(1, 128))
+        with attached(tower(2)) if when == "attach" else contextlib.nullcontext():
+            gone = left not in manager.state.listeners and not left.is_attached
+            assert gone is (when != "detach")
     assert not left.is_attached and not engines.open_states()
-
-
-def test_what_was_left_of_a_deleted_model_goes_at_the_next_attach():
-    with attached(tower(2)) as manager:
-        left = left_behind(manager)
-        with attached(tower(2)):
-            assert left not in manager.state.listeners and not left.is_attached
 
 
 # ---- masters that are others now ----
@@ -379,10 +347,8 @@ def test_weights_that_were_swapped_for_a_whole_step_are_told_of_once(caplog):
 
 
 def test_before_a_step_those_weights_leave_their_codes_that_were_written_or_are_trained(
-    tmp_path, monkeypatch, caplog
+    cache_folder, caplog
 ):
-    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
-    torch.manual_seed(0)
     layers = (nn.Linear(256, 256, bias=False) for _ in range(4))
     model = nn.Sequential(*layers).bfloat16().requires_grad_(False)
 
@@ -397,14 +363,13 @@ def test_before_a_step_those_weights_leave_their_codes_that_were_written_or_are_
         model[1].requires_grad_()
         assert coded_after_a_step() == ["2", "3"] == coded_after_a_step()
         assert manager.attachment.trained_units == {manager.layers[1].unit}
-    assert sum("it is not compressed any more" in text for text in caplog.messages) == 1
+    (told,) = (text for text in caplog.messages if "it is not compressed any more" in text)
+    assert "layer '0'" in told, "it is said once, of the first"
 
 
-def test_a_step_knows_the_units_of_what_left_its_codes_for_it(tmp_path, monkeypatch):
+def test_a_step_knows_the_units_of_what_left_its_codes_for_it(cache_folder, monkeypatch):
     """A layer that shares a unit gets one of its own when its codes go: that one is trained."""
-    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(coder, "SMALLEST_BYTES", 1)
-    torch.manual_seed(0)
     layers = (nn.Linear(96, 96, bias=False) for _ in range(3))
     model = nn.Sequential(*layers).bfloat16().requires_grad_(False)
     with attached(model, compress="lossless") as manager:
@@ -522,9 +487,7 @@ def infer(model, x, how):
 
 
 @pytest.mark.parametrize("how", ["inference", "no_grad"])
-def test_a_model_built_under_inference_mode_is_used_and_trained(device, how, monkeypatch):
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    torch.manual_seed(0)
+def test_a_model_built_under_inference_mode_is_used_and_trained(device, how, nothing_is_small):
     ordinary = Mixed().requires_grad_(False)
     with torch.inference_mode():
         torch.manual_seed(0)
@@ -575,10 +538,10 @@ def twofold():
 
 
 @pytest.mark.parametrize("how", ["plain", "compress", "weights"])
-def test_a_default_device_is_for_what_the_user_makes_alone(how, tmp_path, monkeypatch):
+def test_a_default_device_is_for_what_the_user_makes_alone(
+    how, tmp_path, cache_folder, nothing_is_small
+):
     """As of a script that has called `torch.set_default_device("cuda")`."""
-    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
     resident, path = twofold(), tmp_path / "model.safetensors"
     oracle_offload.save_weights(resident, path)
     options = {"plain": {}, "compress": {"compress": "lossless"}, "weights": {"weights": path}}

@@ -70,9 +70,7 @@ class Beside:
     def __init__(self, sim, monkeypatch, kind, scale, total):
         lines = (RECORDED / f"{kind}.jsonl").read_text().splitlines()
         self.rows = [{k: v // scale for k, v in json.loads(line).items()} for line in lines]
-        shape = sim.get_device(0)
-        shape.memory_bytes = total
-        sim.set_device(0, shape)
+        sim.change(memory_bytes=total)
         self.sim, self.total, self.manager = sim, total, None
         self.address = None
         self.row = self.rows[0]
@@ -130,7 +128,6 @@ def beside(sim, monkeypatch, kind, scale=None, total=12 << 20):
 def test_the_bits_of_a_training_stay_the_same(sim, monkeypatch, device, kind, witnessed):
     if not is_simulated(device):
         pytest.skip("what is outside the arena is held in the simulated driver")
-    torch.manual_seed(0)
     managed, resident = resident_pair(Net())
     expected = train(resident, 24, "cpu")
     with (
@@ -155,7 +152,6 @@ def test_the_bits_of_a_training_stay_the_same(sim, monkeypatch, device, kind, wi
 
 
 def test_changes_are_reported(sim, monkeypatch, caplog, tmp_path):
-    torch.manual_seed(0)
     model = Net()
     with beside(sim, monkeypatch, "leak") as held, attached(model, vram_budget="auto") as manager:
         held.manager = manager
@@ -199,7 +195,6 @@ def test_changes_are_reported(sim, monkeypatch, caplog, tmp_path):
 
 def test_look_ahead_shortens_under_pressure_and_returns(sim, monkeypatch):
     """A failure halves what is beyond the floor; after calm steps it grows again."""
-    torch.manual_seed(0)
     model = Net()
     with (
         beside(sim, monkeypatch, "leak", 16) as held,
@@ -228,10 +223,7 @@ def test_look_ahead_shortens_under_pressure_and_returns(sim, monkeypatch):
 def test_without_counts_the_kept_units_are_fixed_and_the_rest_is_taken(sim):
     """The simulated driver counts no tensors: of those, the kept units are known."""
     model = Net()
-    torch.manual_seed(0)
-    shape = sim.get_device(0)
-    shape.memory_bytes = 12 << 20
-    sim.set_device(0, shape)
+    sim.change(memory_bytes=12 << 20)
     with attached(model, vram_budget="auto", ram_budget=6 << 20) as manager:
         kept = manager.attachment.kept_bytes
         assert kept > 5 << 20
@@ -259,11 +251,8 @@ def test_a_second_optimizer_is_no_second_step(sim, monkeypatch):
 
 def test_two_models_share_what_is_left(sim):
     """And one that changes lets the other forget the peaks that it was part of."""
-    torch.manual_seed(0)
     one, other = Net(), Net()
-    shape = sim.get_device(0)
-    shape.memory_bytes = 16 << 20
-    sim.set_device(0, shape)
+    sim.change(memory_bytes=16 << 20)
     with (
         attached(one, vram_budget="auto") as first,
         attached(other, vram_budget="auto") as second,
@@ -281,7 +270,6 @@ def test_two_models_share_what_is_left(sim):
 
 def test_a_segment_in_use_stays_and_a_refusal_is_survived(sim, monkeypatch):
     """The training goes on with what there is, and grows once there is room again."""
-    torch.manual_seed(0)
     managed, resident = resident_pair(Net())
     expected = train(resident, 14, "cpu")
     with beside(sim, monkeypatch, "leak", 16) as held:

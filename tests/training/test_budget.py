@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from equality import assert_same, attached, resident_pair
+from models import Parts
 from torch import nn
 
 import oracle_offload
@@ -191,9 +192,7 @@ def test_what_cannot_be_changes_nothing(device, asked, error, says):
 
 
 def test_a_device_without_room_keeps_the_arena_that_it_had(sim):
-    room = sim.get_device(0)
-    room.memory_bytes = 6 * LAYER
-    sim.set_device(0, room)
+    sim.change(memory_bytes=6 * LAYER)
     model = deep().requires_grad_(False)
     with attached(model, "cpu") as manager:
         with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
@@ -243,23 +242,20 @@ def test_the_end_of_the_block_of_a_detached_model_does_nothing(device):
     assert not manager.attachment.is_attached
 
 
-class Keeping(nn.Module):
-    """Code of a library that keeps what it has of a weight."""
+def keeping():
+    """Return code of a library that may keep what it has of a weight."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(256, 256) / 16)
-        self.keeps, self.kept = False, None
-
-    def forward(self, x):
-        weight = self.weight.t()
-        if self.keeps:
-            self.kept = weight.detach()
+    def compute(parts, x):
+        weight = parts.weight.t()
+        if parts.keeps:
+            parts.kept = weight.detach()
         return torch.nn.functional.linear(x, weight).tanh()
+
+    return Parts(compute, weight=nn.Parameter(torch.randn(256, 256) / 16), keeps=False, kept=None)
 
 
 def test_at_the_end_of_the_block_an_error_goes_on_and_the_arena_follows_later(device, caplog):
-    model = nn.Sequential(*(Keeping() for _ in range(3))).requires_grad_(False)
+    model = nn.Sequential(*(keeping() for _ in range(3))).requires_grad_(False)
     x = torch.ones(2, 256, device=device)
     with attached(model, device) as manager:
         arena, before = manager.attachment.arena, manager.budget

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from equality import Through
 from torch import nn
 
 from oracle_offload import OffloadError, _core
@@ -61,15 +62,12 @@ def test_as_many_threads_code_as_the_host_has_processors(
     monkeypatch.setattr(os, "cpu_count", lambda: processors)
     made, asked = coder_of(tmp_path, tensor), []
 
-    class Core:
-        def __getattr__(self, name):
-            return getattr(_core, name)
-
+    class Core(Through):
         def encode(self, kind, coded, nbytes, threads, *rest):
             asked.append(threads)
             return _core.encode(kind, coded, nbytes, threads, *rest)
 
-    monkeypatch.setattr(coder, "_core", Core())
+    monkeypatch.setattr(coder, "_core", Core(_core))
     prepare(made, tensor)
     assert asked == [threads]
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from equality import assert_models_agree, assert_same, attached, resident_pair
+from models import Parts
 from test_matrix import make_step
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,15 +26,10 @@ from oracle_offload.errors import OffloadError
 from oracle_offload.host.sizes import format_size
 from oracle_offload.planning import unmeasured
 
+pytestmark = pytest.mark.usefixtures("cache_folder")
 SIZE, DEPTH, ROWS = 512, 24, 64
 LAYER_BYTES = 2 * SIZE * SIZE
 FORWARD_S = 2 * ROWS * SIZE * SIZE / 1e11  # of a layer, at 0.1 TFLOP/s
-
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 class Net(nn.Module):
@@ -185,14 +181,12 @@ def test_an_estimate_touches_neither_the_model_nor_random_numbers():
 
 
 def test_an_estimate_is_the_sum_of_what_operators_take():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.up = nn.Embedding(100, 64), nn.Linear(64, 32, bias=False)
-
+    class Model(Parts):
         def forward(self, input_ids):
             return self.up(self.table(input_ids)).view(-1, 32).detach()  # views take nothing
 
+    table, up = nn.Embedding(100, 64), nn.Linear(64, 32, bias=False)
+    model = Model(None, table=table, up=up).bfloat16()
     device, tokens = dataclasses.replace(simulator.preset("rtx3090"), tflops=0.1), 2048
     seconds = SimulatedTime(device).operator_seconds
     product = seconds(
@@ -200,7 +194,7 @@ def test_an_estimate_is_the_sum_of_what_operators_take():
     )
     rows = 8 * tokens + 2 * tokens * 64
     for tables, read in ((["table"], rows), ([], rows + 2 * 100 * 64)):
-        pace, said = unmeasured.estimated_pace(Model().bfloat16(), tables, device)
+        pace, said = unmeasured.estimated_pace(model, tables, device)
         expected = product + seconds(0.0, read, torch.bfloat16)
         assert pace.busy_s == pytest.approx(2 * expected), "backward takes as long as forward"
         assert (pace.forward_share, pace.device) == (1 / 2, device)
@@ -275,9 +269,9 @@ def test_a_part_has_the_residents_bits():
             assert_models_agree(managed, resident, step)
 
 
-def test_a_damaged_record_is_no_record(cache):
-    cache.mkdir()
-    path = cache / "steps.json"
+def test_a_damaged_record_is_no_record(cache_folder):
+    cache_folder.mkdir()
+    path = cache_folder / "steps.json"
     with link(0.3):
         for damaged in (b"", b"{", b"[]", b'{"schema": "x", "models": {}}', b"\xff" * 100):
             path.write_bytes(damaged)
@@ -305,18 +299,18 @@ def test_a_damaged_record_is_no_record(cache):
     ],
     ids=str,
 )
-def test_a_row_that_makes_no_sense_is_no_record(cache, row):
-    cache.mkdir()
+def test_a_row_that_makes_no_sense_is_no_record(cache_folder, row):
+    cache_folder.mkdir()
     document = {"schema": steps.SCHEMA, "models": {"key": row}}
-    (cache / "steps.json").write_text(json.dumps(document))
+    (cache_folder / "steps.json").write_text(json.dumps(document))
     assert steps.StepRecord("key").recall(simulator.get_device(0)) is None
 
 
-def test_a_row_is_a_pace_of_the_device_that_is_asked_for(cache):
-    cache.mkdir()
+def test_a_row_is_a_pace_of_the_device_that_is_asked_for(cache_folder):
+    cache_folder.mkdir()
     row = {"busy_s": 1.5, "forward_share": 0.25}
     document = {"schema": steps.SCHEMA, "models": {"key": row}}
-    (cache / "steps.json").write_text(json.dumps(document))
+    (cache_folder / "steps.json").write_text(json.dumps(document))
     device = simulator.get_device(0)
     assert steps.StepRecord("key").recall(device) == steps.Pace(1.5, 0.25, device)
     assert steps.StepRecord("key").recall(None) is None

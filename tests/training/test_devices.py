@@ -53,37 +53,31 @@ def test_the_simulated_device_has_no_number(named):
         ("gpu", "device='gpu' is not a device; use 'cuda', 'cuda:0' or 'cpu'"),
         (True, "device=True is not a device"),
         (None, "device=None is not a device"),
+        (1.5, "device=1.5 is not a device"),
+        (object(), "device=<object object at .* is not a device"),
         ("mps", "device='mps': only 'cuda' and 'cpu'"),
         ("meta", "device='meta': only 'cuda' and 'cpu'"),
     ],
     ids=str,
 )
 def test_what_is_no_device_to_attach_to_is_refused_with_its_value(named, said):
-    with pytest.raises(ValueError, match=said):
-        parse_device(named)
+    for take in (parse_device, lambda named: oracle_offload.attach(nn.Linear(8, 8), named)):
+        with pytest.raises(ValueError, match=said):
+            take(named)
 
 
-def test_an_engine_that_could_not_be_set_up_is_closed_at_once(monkeypatch):
+@pytest.mark.parametrize("faulty", [False, True], ids=["at once", "once the driver lets it"])
+def test_an_engine_that_could_not_be_set_up_is_closed(monkeypatch, faulty):
     def fail(ordinal):
+        if faulty:
+            simulator.set_fault(None, result=701, lasting=True)
         raise OffloadError("the device does not answer")
 
     with monkeypatch.context() as patch:
         patch.setattr(simulator, "get_device", fail)
         with pytest.raises(OffloadError, match="does not answer"):
             oracle_offload.attach(nn.Sequential(nn.Linear(8, 8)), "cpu")
-    assert simulator.live().streams == 0
-
-
-def test_an_engine_that_could_not_be_set_up_is_closed_once_the_driver_lets_it(monkeypatch):
-    def fail(ordinal):
-        simulator.set_fault(None, result=701, lasting=True)
-        raise OffloadError("the device does not answer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(simulator, "get_device", fail)
-        with pytest.raises(OffloadError, match="does not answer"):
-            oracle_offload.attach(nn.Sequential(nn.Linear(8, 8)), "cpu")
-    assert not open_states() and simulator.live().streams > 0
+    assert not open_states() and (simulator.live().streams > 0) is faulty
     simulator.clear_faults()
     with attached(nn.Sequential(nn.Linear(8, 8))):
         assert len(open_states()) == 1

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from equality import attached
+from equality import Through, attached
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
@@ -43,13 +43,7 @@ def test_torch_is_told_of_the_hooks_once(state):
 def test_each_member_of_a_fetched_unit_is_stamped(state, monkeypatch):
     stamped = []
 
-    class Engine:
-        def __init__(self, real):
-            self.real = real
-
-        def __getattr__(self, name):
-            return getattr(self.real, name)
-
+    class Engine(Through):
         def stamp(self, rows):
             stamped.append(rows)
 
@@ -202,14 +196,11 @@ def test_listeners_hear_of_forwards_and_steps_until_they_leave(state):
 def test_masters_are_held_over_the_step_that_trains_one(state, monkeypatch, trains):
     calls = []
 
-    class Engine:
-        def __init__(self, real):
-            self.real = real
-
+    class Engine(Through):
         def __getattr__(self, name):
             if name in ("hold", "resume"):
                 calls.append(name)
-            return getattr(self.real, name)
+            return super().__getattr__(name)
 
     monkeypatch.setattr(state, "engine", Engine(state.engine))
     step()
@@ -257,13 +248,7 @@ def test_the_arena_grows_before_a_forward_takes_its_first_weight(kind):
         run().backward()
         assert arena.capacity_bytes == before
 
-        class Engine:
-            def __init__(self, real):
-                self.real = real
-
-            def __getattr__(self, name):
-                return getattr(self.real, name)
-
+        class Engine(Through):
             def use(self, *arguments):
                 grown.append(arena.capacity_bytes)
                 return self.real.use(*arguments)
