@@ -17,16 +17,18 @@ from equality import (
     attached,
     count_acquires,
     resident_pair,
+    step_of,
 )
+from models import Parts
 from test_any import (
     WIDTH,
     Dequantises,
     Einsum,
     Halved,
     MadeOfItself,
-    Net,
     held,
     make_step,
+    net,
     train_only,
     weights,
 )
@@ -36,15 +38,8 @@ from torch.overrides import TorchFunctionMode
 
 from oracle_offload.layers import any as any_module
 from oracle_offload.layers.managed import is_managed
-from oracle_offload.model import selection
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_small(monkeypatch):
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
-
-
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 X = torch.linspace(-1, 1, 6 * WIDTH).view(2, 3, WIDTH)
 
 
@@ -83,7 +78,6 @@ def test_a_call_does_not_wait_for_who_holds_the_devices_lock(make, x):
 
 
 def test_memory_that_was_replaced_is_lent_from_then_on():
-    torch.manual_seed(0)
     model, resident = resident_pair(nn.Sequential(Einsum()))
     with attached(model) as manager:
         model(X)
@@ -96,16 +90,11 @@ def test_memory_that_was_replaced_is_lent_from_then_on():
 
 
 def test_a_tensor_that_was_taken_away_makes_the_module_an_ordinary_one():
-    class Shifts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.matrix, self.shift = weights(WIDTH, WIDTH), weights(WIDTH)
+    def compute(parts, x):
+        return x @ parts.matrix if parts.shift is None else x @ parts.matrix + parts.shift
 
-        def forward(self, x):
-            return x @ self.matrix if self.shift is None else x @ self.matrix + self.shift
-
-    torch.manual_seed(0)
-    model, resident = resident_pair(nn.Sequential(Shifts(), nn.Linear(WIDTH, WIDTH)))
+    shifts = Parts(compute, matrix=weights(WIDTH, WIDTH), shift=weights(WIDTH))
+    model, resident = resident_pair(nn.Sequential(shifts, nn.Linear(WIDTH, WIDTH)))
     with attached(model) as manager:
         model(X)
         for each in (model, resident):
@@ -122,41 +111,25 @@ def test_a_tensor_that_was_taken_away_makes_the_module_an_ordinary_one():
 def test_what_a_forward_wrote_is_computed_with_and_is_the_parameters(trainable):
     """The copy on the device stays there between calls, and has what was written."""
 
-    class Writes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.matrix, self.writes = weights(WIDTH, WIDTH), False
+    def compute(parts, x):
+        if parts.writes:
+            with torch.no_grad():
+                parts.matrix.mul_(0.5)
+        return x @ parts.matrix
 
-        def forward(self, x):
-            if self.writes:
-                with torch.no_grad():
-                    self.matrix.mul_(0.5)
-            return x @ self.matrix
-
-    torch.manual_seed(0)
-    model, resident = resident_pair(train_only(Net(Writes), trainable))
+    made = net(lambda: Parts(compute, matrix=weights(WIDTH, WIDTH), writes=False))
+    model, resident = resident_pair(train_only(made, trainable))
     with attached(model, offload_percent=0.0) as manager, torch.no_grad():
         assert len(manager.layers) >= 3
         assert_same(model(X), resident(X))
         for writes in (True, False):
-            model.blocks[0].writes = resident.blocks[0].writes = writes
+            model[0].writes = resident[0].writes = writes
             assert_same(model(X), resident(X))
         assert_same(dict(model.state_dict()), dict(resident.state_dict()))
 
 
-class Shift(nn.Module):
-    """Of whose tensor backward reads nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.shift = weights(WIDTH)
-
-    def forward(self, x):
-        return x + self.shift
-
-
 def test_a_backward_that_reads_no_weight_ends_a_pass_too():
-    model = nn.Sequential(Shift())
+    model = nn.Sequential(Parts(lambda parts, x: x + parts.shift, shift=weights(WIDTH)))
     with attached(model) as manager:
         pace = manager.state.pace
         model(X).sum().backward()
@@ -250,7 +223,6 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_parametrisation_for_the_length_of_a_forward_is_no_write(after):
-    torch.manual_seed(0)
 
     def wrap(model):
         for index in range(2):
@@ -267,70 +239,35 @@ def test_a_parametrisation_for_the_length_of_a_forward_is_no_write(after):
             model(X)
             wrap(model)
         wrap(resident)
-        assert_models_agree(model, resident, make_step_of(X))
+        assert_models_agree(model, resident, step_of(X))
         assert len(manager.layers) == 3
         assert list(any_module.find_wrappers(model)) == [], "each is one already"
         assert [type(model[2]), is_managed(model[0]), is_managed(model[2])] == [Around, True, False]
 
 
-@pytest.mark.parametrize(
-    ("trainable", "context"),
-    [(False, torch.enable_grad), (False, torch.no_grad), (True, torch.inference_mode)],
-    ids=["frozen", "sampling", "inference"],
-)
-def test_what_takes_no_gradient_is_lent_as_a_parameter(trainable, context):
-    model = nn.Sequential(Looks()).requires_grad_(trainable)
-    with attached(model) as manager, context():
-        assert len(manager.layers) == 1
-        model(X)
-        assert all(isinstance(tensor, nn.Parameter) for tensor in model[0].seen)
-        assert [tensor.requires_grad for tensor in model[0].seen] == [trainable, trainable]
-        assert all(tensor.grad_fn is None for tensor in model[0].seen)
-        del model[0].seen
-
-
 # ---- what autograd keeps ----
-
-
-class Within(nn.Module):
-    """A module whose tensors are lent while an inner one makes a weight of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.inner = weights(WIDTH), Dequantises()
-        self.scale.requires_grad_(False)
-
-    def forward(self, x):
-        return self.inner(x * self.scale)
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non"])
 def test_what_an_inner_module_makes_of_weights_is_counted_where_it_stays(reentrant):
     """It goes through the hooks of both modules, and of the checkpoint around them."""
-    torch.manual_seed(0)
-    model, resident = resident_pair(Net(Within, reentrant))
+
+    def within():
+        scale = weights(WIDTH).requires_grad_(False)
+        return Parts(
+            lambda parts, x: parts.inner(x * parts.scale), scale=scale, inner=Dequantises()
+        )
+
+    model, resident = resident_pair(net(within, reentrant))
     with attached(model) as manager:
         assert len(manager.layers) == 6
         assert_models_agree(model, resident, make_step("cpu"), steps=1)
         kept = manager.attachment.traffic.derived_bytes
-        made = {f"blocks.{i}.inner": 3 * WIDTH * WIDTH * 4 for i in range(3)}
+        made = {f"{i}.inner": 3 * WIDTH * WIDTH * 4 for i in range(3)}
         if reentrant is None:  # the outer module's hooks see it as well
             assert {name: kept.get(name) for name in made} == made
         else:
             assert kept == {}
-
-
-class Doubles(nn.Module):
-    """Autograd keeps a float32 tensor of twice as many numbers as the weight has."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        values = torch.arange(WIDTH * WIDTH).remainder(2).view(WIDTH, WIDTH)
-        self.packed = nn.Parameter(values.to(dtype), requires_grad=False)
-
-    def forward(self, x):
-        plain = self.packed.float()
-        return x @ torch.cat([plain, plain], -1)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +282,12 @@ class Doubles(nn.Module):
     ids=str,
 )
 def test_only_integers_of_a_byte_may_hold_two_numbers_each(dtype, counted):
-    model = nn.Sequential(Doubles(dtype))
+    """Autograd keeps a float32 tensor of twice as many numbers as the weight has."""
+    values = torch.arange(WIDTH * WIDTH).remainder(2).view(WIDTH, WIDTH)
+    packed = nn.Parameter(values.to(dtype), requires_grad=False)
+    model = nn.Sequential(
+        Parts(lambda parts, x: x @ torch.cat([parts.packed.float()] * 2, -1), packed=packed)
+    )
     with attached(model) as manager:
         assert [type(layer).__name__ for layer in manager.layers] == ["AnyLayer"]
         model(X.clone().requires_grad_()).sum().backward()
@@ -375,7 +317,6 @@ def test_what_lies_in_the_slot_is_taken_again_and_its_neighbours_are_kept():
 
 def test_what_is_made_of_nothing_lent_goes_to_the_hooks_outside_as_it_is():
     """They may keep it elsewhere, and have to get back what they were given."""
-    torch.manual_seed(0)
     model, resident = resident_pair(nn.Sequential(MadeOfItself()))
     seen = {}
 
@@ -396,34 +337,18 @@ def test_what_is_made_of_nothing_lent_goes_to_the_hooks_outside_as_it_is():
     assert seen[id(model)] == seen[id(resident)]
 
 
-class Odd(nn.Module):
-    """Autograd keeps tensors that have no address: a sparse one, and one without elements."""
+def test_what_has_no_address_is_kept_as_it_is():
+    """Autograd keeps a sparse tensor here, and one without elements."""
 
-    def __init__(self):
-        super().__init__()
-        self.matrix = weights(WIDTH, WIDTH).requires_grad_(False)
-
-    def forward(self, x):
-        flat = (x @ self.matrix).flatten(0, 1)
+    def compute(parts, x):
+        flat = (x @ parts.matrix).flatten(0, 1)
         y = torch.sparse.mm(torch.eye(6).to_sparse(), flat)
         return y + (flat[:, :0] * flat[:, :0].exp()).sum()
 
-
-def test_what_has_no_address_is_kept_as_it_is():
-    torch.manual_seed(0)
-    model, resident = resident_pair(nn.Sequential(Odd()))
+    odd = Parts(compute, matrix=weights(WIDTH, WIDTH).requires_grad_(False))
+    model, resident = resident_pair(nn.Sequential(odd))
     with attached(model):
-        assert_models_agree(model, resident, make_step_of(X[:2]), steps=1)
-
-
-def make_step_of(given):
-    def step(each):
-        x = given.clone().requires_grad_()
-        y = each(x)
-        y.square().sum().backward()
-        return [y.detach(), x.grad]
-
-    return step
+        assert_models_agree(model, resident, step_of(X[:2]), steps=1)
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "not named"])
@@ -445,7 +370,7 @@ def test_an_error_in_the_hooks_outside_leaves_torchs_own_as_they_were(named, mon
         counted.append(tensor)
         return tensor
 
-    step = make_step_of(X)
+    step = step_of(X)
     with attached(model) as manager:
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             with (

@@ -48,9 +48,7 @@ class Fan(nn.Module):
         return self.q(x) * self.r(x) + self.v(x) + self.q(torch.tanh(x))
 
     def forward(self, x):
-        if self.reentrant is None:
-            return self.inner(x)
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return models.checkpointed(self.inner, x, reentrant=self.reentrant)
 
 
 def linear():
@@ -102,7 +100,6 @@ def test_a_leaf_is_cast_once_for_managed_and_resident_layers(
 @pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["nockpt", "reentrant", "nonreentrant"])
 @pytest.mark.parametrize("shape", [(2, 8, 9, 10), (8, 9, 10)], ids=["batch", "image"])
 def test_an_image_is_cast_once_for_managed_and_resident_convolutions(device, shape, reentrant):
-    torch.manual_seed(0)
     managed, resident = resident_pair(nn.Sequential(Fan(conv, reentrant)))
     with attached(managed, device, ignore_modules=["0.r"]) as manager:
         assert len(manager.layers) == 2
@@ -140,7 +137,6 @@ def test_casts_without_grad_do_not_disturb_those_with_it(request, device):
 
 def test_saved_tensor_hooks_around_a_region_see_no_more_than_for_the_resident_model(device):
     """What is asked of autocast to learn its cast is hidden from the hooks outside."""
-    torch.manual_seed(0)
     managed, resident = resident_pair(nn.Sequential(Fan(linear, None)).requires_grad_(False))
     x = torch.randn(2, 4, 32, device=device, requires_grad=True)
     packed = {}
@@ -162,40 +158,18 @@ def test_saved_tensor_hooks_around_a_region_see_no_more_than_for_the_resident_mo
 @pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["nockpt", "reentrant", "nonreentrant"])
 def test_layers_that_share_a_parameter_share_its_cast(device, reentrant):
     """The gradients of one weight are summed in bfloat16, whichever layer they come from."""
-    torch.manual_seed(0)
 
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
-            self.b.weight = self.c.weight = self.a.weight
-            self.c.bias = self.a.bias
-
-        def inner(self, x):
-            return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
-
-        def forward(self, x):
-            if reentrant is None:
-                return self.inner(x)
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
-
-    model = Shared()
+    layers = [part for _ in range(3) for part in (nn.Linear(16, 16), nn.Tanh())]
+    model = models.Tower(nn.Sequential(*layers), reentrant=reentrant)
+    first, second, third = layers[::2]
+    second.weight = third.weight = first.weight
+    third.bias = first.bias
     resident = copy.deepcopy(model)
     with attached(model, device) as manager:
         assert len(manager.layers) == 3
         step = make_step(torch.randn(7, 16), device, True)
         assert_models_agree(model, resident, step, device=device)
         assert len({id(layer.tensors()[0]) for layer in manager.layers}) == 1
-
-
-def test_float64_is_not_cast(device):
-    """Nor are its gradients, which would lose most of their digits."""
-    torch.manual_seed(0)
-    managed, resident = resident_pair(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)).double())
-    with attached(managed, device) as manager:
-        assert len(manager.layers) == 2
-        step = make_step(torch.randn(7, 16).double(), device, True)
-        assert_models_agree(managed, resident, step, device=device)
 
 
 def test_a_weight_that_is_not_cast_is_its_own_at_each_use(device):
@@ -210,13 +184,13 @@ def test_a_weight_that_is_not_cast_is_its_own_at_each_use(device):
         assert one is not other and one.dtype is other.dtype is torch.float32
 
 
-def test_a_weight_of_half_precision_is_cast_at_each_use(device):
-    """Autocast keeps casts of float32 leaves: gradients of others are summed as they are."""
-    torch.manual_seed(0)
-    managed, resident = resident_pair(nn.Sequential(Fan(linear, None)).half())
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_gradients_of_other_dtypes_are_summed_as_they_are(device, dtype):
+    """Autocast keeps casts of float32 leaves alone; float64 would lose most of its digits."""
+    managed, resident = resident_pair(nn.Sequential(Fan(linear, None)).to(dtype))
     with attached(managed, device) as manager:
         assert len(manager.layers) == 3
-        step = make_step(torch.randn(7, 32).half(), device, True)
+        step = make_step(torch.randn(7, 32).to(dtype), device, True)
         assert_models_agree(managed, resident, step, device=device)
 
 
@@ -323,7 +297,6 @@ def test_adapters_of_float32_models_train_alike(device, name, targets, reentrant
     """LoRA on a float32 base: block inputs are leaves under reentrant checkpoints."""
     build = {"llama": models.llama, "flux": models.flux}[name]
     inner = {"llama": models.language_step, "flux": models.flux_step}[name]
-    torch.manual_seed(0)
     managed, resident = resident_pair(models.lora(build().train(), targets))
 
     def step(model):

@@ -5,30 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 from equality import assert_same, attached, resident_pair
+from models import Parts
 from torch import nn
 
 from oracle_offload.layers.leaf import Masters
 
 
-class Two(nn.Module):
-    """Computes with two matrices that are worth to be compressed."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = (
-            nn.Parameter(torch.randn(512, 512).bfloat16() / 16, requires_grad=False)
-            for _ in range(2)
-        )
-
-    def forward(self, x):
-        return x @ self.first @ self.second
+def two():
+    """Return what computes with two matrices that are worth to be compressed."""
+    first, second = torch.randn(2, 512, 512).bfloat16() / 16
+    return Parts(
+        lambda parts, x: x @ parts.first @ parts.second,
+        first=nn.Parameter(first.clone(), requires_grad=False),
+        second=nn.Parameter(second.clone(), requires_grad=False),
+    )
 
 
 @pytest.fixture
 def coded():
     """A layer of two coded masters."""
-    model = nn.Sequential(Two())
+    model = nn.Sequential(two())
     with attached(model, compress="lossless") as manager:
         (layer,) = manager.layers
         assert layer.lends_to_code and len(layer.coded) == 2
@@ -60,7 +56,7 @@ def test_a_coded_master_is_told_as_such_while_it_is_what_was_coded(coded):
     coded.coded = both
 
 
-@pytest.mark.parametrize("make", [Two, lambda: nn.Linear(512, 512, bias=False).bfloat16()])
+@pytest.mark.parametrize("make", [two, lambda: nn.Linear(512, 512, bias=False).bfloat16()])
 def test_calls_leave_codes_as_they_are_while_nobody_writes(make):
     model, resident = resident_pair(nn.Sequential(make()).requires_grad_(False))
     x = torch.linspace(-1, 1, 1024).view(2, 512).bfloat16().requires_grad_()

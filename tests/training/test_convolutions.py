@@ -6,24 +6,25 @@ import contextlib
 
 import pytest
 import torch
-from equality import assert_models_agree, assert_same, attached, is_simulated, resident_pair
+from equality import (
+    assert_models_agree,
+    assert_same,
+    attached,
+    is_simulated,
+    resident_pair,
+    step_of,
+)
+from models import Parts, Tower
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from oracle_offload.layers.any import AnyLayer
 from oracle_offload.layers.conv import Conv1dLayer, Conv2dLayer, Conv3dLayer
 from oracle_offload.layers.swap import answering_class
-from oracle_offload.model import selection
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 CHANNELS = 4
 SIZES = {1: (11,), 2: (7, 9), 3: (5, 6, 7)}
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_small(monkeypatch):
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
 
 
 class Causal(nn.Conv3d):
@@ -37,31 +38,16 @@ class Causal(nn.Conv3d):
         return super().forward(F.pad(x, (1, 1, 1, 1, frames, 0)))
 
 
-class WithFrames(nn.Module):
-    """Calls a causal convolution by keyword, and positionally."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = Causal(CHANNELS, CHANNELS, 3)
-
-    def forward(self, x):
-        y = self.conv(x, x[:, :, :1])
-        return self.conv(y, before=None)
+def with_frames():
+    """Return what calls a causal convolution by keyword, and positionally."""
+    return Parts(
+        lambda parts, x: parts.conv(parts.conv(x, x[:, :, :1]), before=None),
+        conv=Causal(CHANNELS, CHANNELS, 3),
+    )
 
 
-class Net(nn.Module):
-    def __init__(self, make, reentrant=None):
-        super().__init__()
-        self.blocks, self.reentrant = nn.ModuleList([make(), make()]), reentrant
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x) if self.reentrant is None else self.again(block, x)
-            x = torch.tanh(x)
-        return x
-
-    def again(self, block, x):
-        return checkpoint(block, x, use_reentrant=self.reentrant)
+def net(make, reentrant=None):
+    return Tower(*(nn.Sequential(make(), nn.Tanh()) for _ in range(2)), reentrant=reentrant)
 
 
 def make_step(axes, device, dtype=torch.float32, autocast=False, batch=(2,)):
@@ -103,14 +89,13 @@ PADDINGS = [
 
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 @pytest.mark.parametrize("options", PADDINGS, ids=str)
-@pytest.mark.parametrize("axes", [1, 3])
+@pytest.mark.parametrize("axes", [1, 2, 3])
 def test_each_padding_has_the_residents_bits(device, axes, options, trainable):
     if not is_simulated(device) and axes == 3 and options.get("padding_mode") == "reflect":
         pytest.skip("torch's reflection_pad3d does not compute the same gradient twice on a card")
-    torch.manual_seed(0)
     made, kind = CLASSES[axes]
     options = {"kernel_size": 3, **options}
-    model = Net(lambda: made(CHANNELS, CHANNELS, **options)).requires_grad_(trainable)
+    model = net(lambda: made(CHANNELS, CHANNELS, **options)).requires_grad_(trainable)
     managed, resident = resident_pair(model)
     with attached(managed, device) as manager:
         assert manager.resident == {} and {type(layer) for layer in manager.layers} == {kind}
@@ -122,7 +107,7 @@ def test_each_padding_has_the_residents_bits(device, axes, options, trainable):
 WAYS = {
     "conv1d": (1, lambda: nn.Conv1d(CHANNELS, CHANNELS, 3, padding=1), Conv1dLayer),
     "conv3d": (3, lambda: nn.Conv3d(CHANNELS, CHANNELS, 3, padding=1, groups=2), Conv3dLayer),
-    "causal": (3, lambda: WithFrames(), Conv3dLayer),
+    "causal": (3, with_frames, Conv3dLayer),
     "transposed": (2, lambda: nn.ConvTranspose2d(CHANNELS, CHANNELS, 3, padding=1), AnyLayer),
 }
 
@@ -132,10 +117,9 @@ WAYS = {
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_convolution_has_the_residents_bits(device, way, trainable, reentrant, how):
-    torch.manual_seed(0)
     axes, make, kind = WAYS[way]
     dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
-    model = Net(make, reentrant).to(dtype).requires_grad_(trainable)
+    model = net(make, reentrant).to(dtype).requires_grad_(trainable)
     managed, resident = resident_pair(model)
     with attached(managed, device) as manager:
         assert manager.resident == {}
@@ -159,9 +143,8 @@ TRANSPOSED = [
 @pytest.mark.parametrize("options", TRANSPOSED, ids=str)
 @pytest.mark.parametrize("axes", [1, 2, 3])
 def test_a_transposed_convolution_has_the_residents_bits(device, axes, options, trainable):
-    torch.manual_seed(0)
     made = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[axes - 1]
-    model = Net(lambda: made(CHANNELS, CHANNELS, 3, **options)).requires_grad_(trainable)
+    model = net(lambda: made(CHANNELS, CHANNELS, 3, **options)).requires_grad_(trainable)
     managed, resident = resident_pair(model)
     with attached(managed, device) as manager:
         assert manager.resident == {}
@@ -171,16 +154,13 @@ def test_a_transposed_convolution_has_the_residents_bits(device, axes, options, 
 
 
 def test_the_output_size_of_a_transposed_convolution_is_the_callers(device):
-    class Sized(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.ConvTranspose2d(CHANNELS, CHANNELS, 3, stride=2)
+    def compute(parts, x):
+        return parts.up(x, output_size=[2 * size + 2 for size in x.shape[2:]])
 
-        def forward(self, x):
-            return self.up(x, output_size=[2 * size + 2 for size in x.shape[2:]])
+    def sized():
+        return Parts(compute, up=nn.ConvTranspose2d(CHANNELS, CHANNELS, 3, stride=2))
 
-    torch.manual_seed(0)
-    managed, resident = resident_pair(Net(Sized))
+    managed, resident = resident_pair(net(sized))
     with attached(managed, device) as manager:
         assert manager.resident == {}
         assert_models_agree(managed, resident, make_step(2, device), steps=1, device=device)
@@ -218,18 +198,14 @@ def test_a_frozen_convolution_keeps_no_activation(device, axes):
 def test_backward_uses_the_arguments_that_forward_used(device, trainable):
     """A loop may widen its one convolution as it goes."""
 
-    class Widening(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+    def compute(parts, x):
+        for reach in (1, 2, 3):
+            parts.conv.dilation = parts.conv.padding = reach, reach
+            x = x + parts.conv(x)
+        return x
 
-        def forward(self, x):
-            for reach in (1, 2, 3):
-                self.conv.dilation = self.conv.padding = reach, reach
-                x = x + self.conv(x)
-            return x
-
-    managed, resident = resident_pair(Widening().requires_grad_(trainable))
+    model = Parts(compute, conv=nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1))
+    managed, resident = resident_pair(model.requires_grad_(trainable))
     with attached(managed, device) as manager:
         assert [type(layer) for layer in manager.layers] == [Conv2dLayer]
         step = make_step(2, device, torch.float32, False)
@@ -281,7 +257,6 @@ def tile(module):
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 @pytest.mark.parametrize("when", ["class", "before", "after"])
 def test_a_convolution_of_another_way_is_not_passed_over(when, trainable, device):
-    torch.manual_seed(0)
     made = Standardised if when == "class" else nn.Conv2d
     managed, resident = resident_pair(
         nn.Sequential(*[made(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2)])
@@ -290,14 +265,7 @@ def test_a_convolution_of_another_way_is_not_passed_over(when, trainable, device
         model.requires_grad_(trainable)
         if when == "before":
             tile(model[0])
-    x = torch.randn(2, CHANNELS, 5, 6)
-
-    def step(model):
-        given = x.to(device).requires_grad_()
-        y = model(given)
-        y.square().sum().backward()
-        return y, given.grad, [p.grad for p in model.parameters()]
-
+    step = step_of(torch.randn(2, CHANNELS, 5, 6), device)
     with attached(managed, device) as manager:
         assert len(manager.layers) == 2
         if when == "after":

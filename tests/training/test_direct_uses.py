@@ -19,6 +19,7 @@ from equality import (
     is_simulated,
     resident_pair,
 )
+from models import Parts
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
@@ -26,28 +27,15 @@ from torch.utils.checkpoint import checkpoint
 from oracle_offload import OffloadError
 from oracle_offload.errors import StaleWeightsError
 from oracle_offload.layers.handle import Handle
-from oracle_offload.model import selection
 from oracle_offload.model.witness import Witness
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 WIDTH = 32
 MODES = ["plain", "autocast", "not-reentrant"]
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_small(monkeypatch):
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-
-
-class Parts(nn.Module):
-    """Layers, and a function that computes with them as it likes."""
-
-    def __init__(self, compute, make=nn.Linear):
-        super().__init__()
-        self.compute = compute
-        self.inner, self.other = make(WIDTH, WIDTH), make(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.compute(self, x)
+def parts_of(compute, make=nn.Linear):
+    return Parts(compute, inner=make(WIDTH, WIDTH), other=make(WIDTH, WIDTH))
 
 
 def inputs(device="cpu", rows=3):
@@ -139,14 +127,28 @@ def product(parts, x):
     return F.linear(x, whole) + x @ weight[:7].t().sum(1, keepdim=True)
 
 
-READS = [norm, linear, probe, transposed, at_once, cast, by_function, product]
+def by_host(parts, x):
+    """Of a weight that is taken to another device."""
+    weight = parts.inner.weight.to("cpu")
+    assert weight.is_cpu and parts.inner.weight.to("meta").is_meta
+    return F.linear(parts.other(x), weight.to(x.device))
+
+
+def three_times(parts, x):
+    """All reads of a graph share one node: one for each would add gradients in another order."""
+    first, second = parts.inner.weight, parts.inner.weight
+    assert first is second
+    return (x @ first).tanh() @ second + (x @ parts.inner.weight).sin()
+
+
+READS = [norm, linear, probe, transposed, at_once, cast, by_function, product, by_host]
+TRAINED = [norm, linear, transposed, at_once, three_times]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("read", READS, ids=lambda read: read.__name__)
 def test_what_a_frozen_weight_is_read_for_streams(device, read, mode):
-    torch.manual_seed(0)
-    assert_streams(Parts(read), device, mode)
+    assert_streams(parts_of(read), device, mode)
 
 
 def test_pieces_that_share_memory_outlive_what_is_in_the_arena(device):
@@ -156,49 +158,22 @@ def test_pieces_that_share_memory_outlive_what_is_in_the_arena(device):
         halves = torch.unsafe_chunk(parts.inner[0].weight, 2)
         return parts.other(parts.inner(x.repeat(1, 4))) @ torch.cat(halves)
 
-    torch.manual_seed(0)
-    model = Parts(in_halves, lambda *_: nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)))
+    model = parts_of(in_halves, lambda *_: nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)))
     managed, resident = resident_pair(model.requires_grad_(False))
     with attached(managed, device, offload_percent=1.0):
         assert_models_agree(managed, resident, step_of(device), device=device)
 
 
-def test_a_weight_that_is_taken_to_another_device_is_there(device):
-    def by_host(parts, x):
-        weight = parts.inner.weight.to("cpu")
-        assert weight.is_cpu and parts.inner.weight.to("meta").is_meta
-        return F.linear(parts.other(x), weight.to(x.device))
-
-    torch.manual_seed(0)
-    assert_streams(Parts(by_host), device)
-
-
 @pytest.mark.parametrize("mode", ["plain", "reentrant", "not-reentrant"])
-@pytest.mark.parametrize(
-    "read", [norm, linear, transposed, at_once], ids=lambda read: read.__name__
-)
+@pytest.mark.parametrize("read", TRAINED, ids=lambda read: read.__name__)
 def test_what_a_trained_weight_is_read_for_has_the_residents_gradients(device, read, mode):
-    torch.manual_seed(0)
-    assert_streams(Parts(read), device, mode, trains=True)
+    assert_streams(parts_of(read), device, mode, trains=True)
 
 
 def test_a_trained_weight_that_is_read_under_autocast_once_has_the_residents_gradient(device):
-    torch.manual_seed(0)
     assert_streams(
-        Parts(lambda parts, x: F.linear(x, parts.inner.weight)), device, "autocast", True
+        parts_of(lambda parts, x: F.linear(x, parts.inner.weight)), device, "autocast", True
     )
-
-
-def test_all_reads_of_a_graph_share_one_node(device):
-    """One for each would add gradients in another order."""
-
-    def three_times(parts, x):
-        first, second = parts.inner.weight, parts.inner.weight
-        assert first is second
-        return (x @ first).tanh() @ second + (x @ parts.inner.weight).sin()
-
-    torch.manual_seed(0)
-    assert_streams(Parts(three_times), device, trains=True)
 
 
 @pytest.mark.parametrize("mode", ["plain", "reentrant", "not-reentrant"])
@@ -213,8 +188,7 @@ def test_a_weight_that_is_first_read_in_the_middle_of_a_step_adds_to_the_gradien
             y = parts.inner((y @ parts.inner.weight).sin())
         return parts.other(y)
 
-    torch.manual_seed(0)
-    managed, resident = resident_pair(Parts(compute))
+    managed, resident = resident_pair(parts_of(compute))
     resident.to(device)
 
     def step(model):
@@ -235,13 +209,12 @@ def test_a_weight_that_is_first_read_in_the_middle_of_a_step_adds_to_the_gradien
 
 def test_a_kernel_that_calls_operators_computes_under_autocast(device):
     """A class without an operator here, called, and its weight read."""
-    torch.manual_seed(0)
 
     def compute(parts, x):
         there = parts.inner(x, x)
         return there + F.bilinear(x, x, parts.inner.weight, parts.inner.bias) + parts.other(x, x)
 
-    model = Parts(compute, lambda *sizes: nn.Bilinear(WIDTH, *sizes)).requires_grad_(False)
+    model = parts_of(compute, lambda *sizes: nn.Bilinear(WIDTH, *sizes)).requires_grad_(False)
     managed, resident = resident_pair(model)
     resident.to(device)
     with attached(managed, device) as manager, torch.autocast(device, torch.bfloat16):
@@ -275,7 +248,6 @@ class Adapted(nn.Module):
 @pytest.mark.parametrize("mode", ["plain", "reentrant"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_adapter_that_takes_a_weight_leaves_its_layer_managed(device, when, mode):
-    torch.manual_seed(0)
     managed = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
     adapted = copy.deepcopy(managed)
     adapted[1] = Adapted(adapted[1])
@@ -292,7 +264,6 @@ def test_an_adapter_that_takes_a_weight_leaves_its_layer_managed(device, when, m
 
 def test_a_convolution_that_a_patched_forward_holds_streams(device):
     """In a default argument, where attach does not see it."""
-    torch.manual_seed(0)
     managed, resident = resident_pair(
         nn.Sequential(nn.Conv3d(3, 64, (2, 4, 4), bias=False), nn.Linear(64, 64)).requires_grad_(
             False
@@ -316,7 +287,6 @@ def test_a_convolution_that_a_patched_forward_holds_streams(device):
 @pytest.mark.parametrize("mode", ["plain", "reentrant"])
 def test_a_convolution_that_its_owners_patched_forward_holds_streams(device, mode, when):
     """The owner's forward is replaced by one that reads the layer's weight and never calls it."""
-    torch.manual_seed(0)
     owner = nn.ModuleDict({"proj": nn.Conv3d(3, WIDTH, (2, 4, 4), (2, 4, 4))})
     model = nn.Sequential(owner, nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
     managed, resident = resident_pair(model)
@@ -345,32 +315,11 @@ def test_a_convolution_that_its_owners_patched_forward_holds_streams(device, mod
         assert_models_agree(managed, resident, step, device=device)
 
 
-def test_what_was_found_on_a_layer_before_attach_computes_with_what_it_borrows(device):
-    """``nn.Linear.forward`` of the layer, kept by an adapter that calls it."""
-    torch.manual_seed(0)
-    managed, resident = resident_pair(nn.Sequential(nn.Linear(WIDTH, WIDTH)).requires_grad_(False))
-    for model in (managed, resident):
-
-        def forward(x, found=model[0].forward):
-            return found(x) * 2
-
-        model[0].forward = forward
-    with attached(managed, device) as manager:
-        assert manager.resident == {}
-        assert_models_agree(managed, resident, step_of(device), device=device)
-
-
 def test_a_parameter_of_a_module_without_an_operator_is_read_by_another(device):
-    class Own(nn.Module):
-        def __init__(self, *_):
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    def own(*sizes):
+        return Parts(lambda own, x: x @ own.table, table=nn.Parameter(torch.randn(sizes)))
 
-        def forward(self, x):
-            return x @ self.table
-
-    torch.manual_seed(0)
-    read = Parts(lambda parts, x: parts.inner(x) + x @ parts.inner.table + parts.other(x), Own)
+    read = parts_of(lambda parts, x: parts.inner(x) + x @ parts.inner.table + parts.other(x), own)
     assert_streams(read, device, trains=True)
 
 
@@ -380,8 +329,7 @@ def test_a_head_that_is_tied_to_a_table_reads_it(device):
         rows = parts.inner(ids).sum(1) + F.embedding(ids[:, 0], parts.other.weight)
         return parts.last(F.linear(rows + x, parts.inner.weight))
 
-    torch.manual_seed(0)
-    model = Parts(tied, nn.Embedding)
+    model = parts_of(tied, nn.Embedding)
     model.last = nn.Linear(WIDTH, WIDTH)
     assert_streams(model, device, trains=True)
 
@@ -405,8 +353,7 @@ def test_a_forward_says_whether_a_weight_is_trained(device, how, trains, called)
             weight = parts.inner.weight
         return (parts.inner(x) if called else F.linear(x, weight)) + parts.other(x)
 
-    torch.manual_seed(0)
-    managed, resident = resident_pair(Parts(compute).requires_grad_(trains))
+    managed, resident = resident_pair(parts_of(compute).requires_grad_(trains))
     with attached(managed, device) as manager:
         assert manager.resident == {}
         assert_models_agree(managed, resident, lambda m: [*step_of(device)(m)], device=device)
@@ -426,8 +373,7 @@ def test_a_hook_on_a_weights_gradient_that_a_forward_registers_once_stays(device
         y = parts.inner(x) if called else F.linear(x, parts.inner.weight, parts.inner.bias)
         return y + parts.other(x)
 
-    torch.manual_seed(0)
-    managed, resident = resident_pair(Parts(compute))
+    managed, resident = resident_pair(parts_of(compute))
     resident.to(device)
     with attached(managed, device) as manager:
         assert manager.resident == {}
@@ -482,7 +428,6 @@ class Encoder(nn.Module):
 
 @pytest.mark.parametrize("method", ["encode_text", "get_text_features", "generate"])
 def test_other_methods_that_compute_read_what_is_on_the_device(device, method):
-    torch.manual_seed(0)
     managed, resident = resident_pair(Encoder().requires_grad_(False))
     with attached(managed, device) as manager:
         assert manager.resident == {}
@@ -494,7 +439,6 @@ def test_other_methods_that_compute_read_what_is_on_the_device(device, method):
 
 def test_a_loss_computes_with_the_weight_of_a_head(device):
     """Outside of the model's forward, where it says so."""
-    torch.manual_seed(0)
     managed, resident = resident_pair(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(2)]))
     resident.to(device)
     with attached(managed, device) as manager, manager.on_device():
@@ -507,7 +451,7 @@ def test_a_loss_computes_with_the_weight_of_a_head(device):
 
 
 def test_what_stands_in_the_place_of_a_parameter_is_what_is_read():
-    model = Parts(linear)
+    model = parts_of(linear)
     x, weight = inputs(), torch.eye(WIDTH) * 2
     with attached(model):
         given = {"inner.weight": weight}
@@ -521,7 +465,7 @@ def test_a_layer_that_is_tied_in_a_forward_gets_the_parameter():
         parts.inner.bias = parts.inner.bias
         return parts.other(x)
 
-    model = Parts(tie)
+    model = parts_of(tie)
     own = model.inner.weight
     with attached(model):
         model(inputs())
@@ -530,7 +474,7 @@ def test_a_layer_that_is_tied_in_a_forward_gets_the_parameter():
 
 
 def test_a_write_between_forward_and_backward_is_refused():
-    model = Parts(lambda parts, x: F.linear(x, parts.inner.weight)).requires_grad_(False)
+    model = parts_of(lambda parts, x: F.linear(x, parts.inner.weight)).requires_grad_(False)
     x = inputs().requires_grad_()
     with attached(model) as manager:
         y = model(x)
@@ -546,7 +490,7 @@ def test_a_weight_that_was_kept_and_written_outside_is_to_be_read_anew():
             vars(parts)["kept"] = parts.inner.weight
         return F.linear(x, parts.kept)
 
-    model = Parts(compute).requires_grad_(False)
+    model = parts_of(compute).requires_grad_(False)
     with attached(model), torch.no_grad():
         model(inputs())
         model.inner.weight.add_(1)
@@ -555,7 +499,7 @@ def test_a_weight_that_was_kept_and_written_outside_is_to_be_read_anew():
 
 
 def test_nothing_that_was_read_keeps_a_model():
-    model = Parts(linear)
+    model = parts_of(linear)
     with attached(model):
         model(inputs())
     gone = weakref.ref(model.inner)
@@ -569,8 +513,7 @@ def test_an_operator_on_more_than_the_arena_holds_computes_beside_it(device, cap
         weights = [layer.weight for layer in parts.layers]
         return x * torch.stack(torch._foreach_norm(weights)).sum()
 
-    torch.manual_seed(0)
-    model = Parts(all_of_it)
+    model = parts_of(all_of_it)
     model.layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(8)])
     managed, resident = resident_pair(model.requires_grad_(False))
     with attached(managed, device, vram_budget="600KiB") as manager:
@@ -581,8 +524,7 @@ def test_an_operator_on_more_than_the_arena_holds_computes_beside_it(device, cap
 
 def test_threads_that_read_two_weights_in_turn_both_compute(device):
     """Whatever the order in which they name them."""
-    torch.manual_seed(0)
-    model = Parts(lambda parts, x: x).requires_grad_(False)
+    model = parts_of(lambda parts, x: x).requires_grad_(False)
     resident, found = copy.deepcopy(model).to(device), []
     with attached(model, device) as manager, manager.on_device():
 
@@ -609,7 +551,7 @@ def test_code_that_takes_an_address_gets_memory_from_the_next_read_on():
     def by_address(parts, x):
         return x @ parts.inner.weight + 0 * parts.inner.weight.data_ptr()
 
-    managed, resident = resident_pair(Parts(by_address).requires_grad_(False))
+    managed, resident = resident_pair(parts_of(by_address).requires_grad_(False))
     with attached(managed) as manager:
         with pytest.raises(OffloadError, match=r"data_ptr\(\) of 'inner.weight'"):
             managed(inputs())
@@ -640,7 +582,7 @@ def test_a_write_to_what_has_memory_since_its_address_was_asked_is_refused(how, 
                 weight.mul_(2)
         return parts.inner(x)
 
-    model = Parts(compute).requires_grad_(trains)
+    model = parts_of(compute).requires_grad_(trains)
     with attached(model) as manager:
         assert manager.resident == {}
         with pytest.raises(OffloadError, match=r"data_ptr\(\) of 'inner.weight'"):
@@ -650,7 +592,7 @@ def test_a_write_to_what_has_memory_since_its_address_was_asked_is_refused(how, 
 
 
 def test_a_weight_that_is_logged_outside_of_the_model_is_borrowed_as_before():
-    model = Parts(lambda parts, x: vars(parts).update(met=parts.inner.weight) or parts.inner(x))
+    model = parts_of(lambda parts, x: vars(parts).update(met=parts.inner.weight) or parts.inner(x))
     with attached(model) as manager:
         model(inputs())
         with pytest.raises(OffloadError, match=r"Take it of a copy: .clone\(\)"):
@@ -723,21 +665,20 @@ def cast_used(parts, x):
     return y.to(x.dtype) + parts.other(x)
 
 
+def cast_replaced(parts, x):
+    """Where the weight is given other data."""
+    old = parts.inner.weight.double()
+    parts.inner.weight.data = parts.inner.weight.data * 2
+    return (x.double() @ old).to(x.dtype) + parts.inner(x)
+
+
+CASTS = [cast_before, cast_used, cast_replaced]
+
+
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
-@pytest.mark.parametrize("write", [cast_before, cast_used], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", CASTS, ids=lambda write: write.__name__)
 def test_a_cast_of_a_weight_stays_what_it_was(device, write, trains):
-    torch.manual_seed(0)
-    assert_streams(Parts(write), device, "plain", trains)
-
-
-def test_a_cast_of_a_weight_that_is_given_other_data_stays_what_it_was(device):
-    def compute(parts, x):
-        old = parts.inner.weight.double()
-        parts.inner.weight.data = parts.inner.weight.data * 2
-        return (x.double() @ old).to(x.dtype) + parts.inner(x)
-
-    torch.manual_seed(0)
-    assert_streams(Parts(compute), device)
+    assert_streams(parts_of(write), device, "plain", trains)
 
 
 class OwnConvolution(nn.Conv2d):
@@ -758,8 +699,7 @@ def test_a_cast_in_a_layers_own_forward_stays_what_it_was(device, trains):
     def compute(parts, x):
         return parts.other(parts.inner(x[..., None, None]))
 
-    torch.manual_seed(0)
-    assert_streams(Parts(compute, OwnConvolution), device, "plain", trains)
+    assert_streams(parts_of(compute, OwnConvolution), device, "plain", trains)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -772,8 +712,7 @@ def test_a_step_changes_no_cast_that_somebody_kept(fused):
         far = (parts.inner.weight.double() - parts.anchor).square().sum()
         return F.linear(x.double(), parts.inner.weight.double()).to(x.dtype) + far
 
-    torch.manual_seed(0)
-    managed, resident = resident_pair(Parts(compute))
+    managed, resident = resident_pair(parts_of(compute))
 
     def run(model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
@@ -807,14 +746,13 @@ def detached(parts, x):
     "write", [normalised, out, by_data, many, own_copy, detached], ids=lambda write: write.__name__
 )
 def test_what_a_forward_writes_is_written_to_the_parameter(device, write, mode, trains):
-    torch.manual_seed(0)
-    assert_streams(Parts(write), device, mode, trains)
+    assert_streams(parts_of(write), device, mode, trains)
 
 
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("write", ["normalised", "by_data", "many", "new_data"])
 def test_a_write_in_a_checkpoint_that_is_not_reentrant_is_refused(device, write, trains):
-    model = Parts(globals()[write]).requires_grad_(trains)
+    model = parts_of(globals()[write]).requires_grad_(trains)
     x = inputs(device).requires_grad_()
     with (
         attached(model, device) as manager,
@@ -831,7 +769,7 @@ def test_a_weight_that_a_forward_ties_to_anothers_data_is_refused():
         parts.inner.weight.data = parts.other.weight.data.t()
         return parts.inner(x)
 
-    model = Parts(tie)
+    model = parts_of(tie)
     with (
         attached(model),
         pytest.raises(OffloadError, match=r"'inner.weight' is given the \.data of"),
@@ -840,8 +778,7 @@ def test_a_weight_that_a_forward_ties_to_anothers_data_is_refused():
 
 
 def test_data_that_a_forward_gives_to_a_parameter_is_the_parameters(device):
-    torch.manual_seed(0)
-    assert_streams(Parts(new_data), device)
+    assert_streams(parts_of(new_data), device)
 
 
 class Normalised(nn.Module):
@@ -877,16 +814,15 @@ class NewData(Normalised):
 def test_what_a_module_writes_to_what_it_is_lent_is_written_to_the_parameter(
     device, kind, mode, trains
 ):
-    torch.manual_seed(0)
-    called = Parts(lambda parts, x: parts.other(parts.inner(x)), kind)
+    called = parts_of(lambda parts, x: parts.other(parts.inner(x)), kind)
     assert_streams(called, device, mode, trains)
 
 
 def test_a_write_that_autograd_would_record_is_refused():
-    model = Parts(lambda parts, x: parts.inner.weight.mul_(2) @ x.t())
+    model = parts_of(lambda parts, x: parts.inner.weight.mul_(2) @ x.t())
     with attached(model), pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         model(inputs())
-    lent = Parts(lambda parts, x: parts.inner(x), Records)
+    lent = parts_of(lambda parts, x: parts.inner(x), Records)
     with attached(lent), pytest.raises(OffloadError, match="autograd records it"):
         lent(inputs())
 
@@ -904,7 +840,7 @@ def test_what_a_forward_that_failed_has_written_is_there():
                 self.weight.fill_(7)
             raise ValueError("now")
 
-    model = Parts(lambda parts, x: parts.inner(x), Fails)
+    model = parts_of(lambda parts, x: parts.inner(x), Fails)
     with attached(model) as manager:
         with pytest.raises(ValueError, match="now"):
             model(inputs())
@@ -981,9 +917,8 @@ def rounded(layer):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_quantised_class_of_an_invented_library_streams(device, mode):
-    torch.manual_seed(0)
     compute = lambda parts, x: parts.other(parts.inner(x).tanh())  # noqa: E731
-    managed, resident = (Parts(compute).requires_grad_(False) for _ in range(2))
+    managed, resident = (parts_of(compute).requires_grad_(False) for _ in range(2))
     resident.load_state_dict(managed.state_dict())
     for model in (managed, resident):
         rounded(model.inner), rounded(model.other)
@@ -1025,7 +960,7 @@ def test_compiled_code_that_writes_to_what_it_reads_is_refused(write, fullgraph)
         return parts.other(x)
 
     torch._dynamo.reset()
-    with attached(Parts(compute).requires_grad_(False)) as manager:
+    with attached(parts_of(compute).requires_grad_(False)) as manager:
         assert manager.resident == {}
         called = torch.compile(manager.structure.module, backend="aot_eager", fullgraph=fullgraph)
         for _ in range(2):
@@ -1042,7 +977,7 @@ def test_compiled_code_that_only_reads_computes():
         return parts.other(F.linear(x, weight) * weight.norm() + x @ weight.t().contiguous())
 
     torch._dynamo.reset()
-    managed, resident = resident_pair(Parts(compute))
+    managed, resident = resident_pair(parts_of(compute))
     with attached(managed) as manager:
         assert manager.resident == {}
         called = torch.compile(managed, backend="aot_eager")

@@ -18,9 +18,9 @@ from equality import (
     resident_pair,
     step_alike,
 )
+from models import Parts, checkpointed
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import OffloadError
@@ -28,7 +28,6 @@ from oracle_offload.engine import simulator
 from oracle_offload.layers.any import AnyLayer
 from oracle_offload.layers.embedding import EmbeddingLayer
 from oracle_offload.layers.swap import answering_class, base_class
-from oracle_offload.model import selection
 
 ROWS, WIDTH, IDS = 50, 16, (2, 7)
 TABLE_BYTES = 4 * ROWS * WIDTH
@@ -63,9 +62,7 @@ class Net(nn.Module):
         return torch.tanh(self.inner(self.tokens(ids) + anchor))
 
     def forward(self, ids, anchor):
-        if self.reentrant is None:
-            return self.block(ids, anchor)
-        return checkpoint(self.block, ids, anchor, use_reentrant=self.reentrant)
+        return checkpointed(self.block, ids, anchor, reentrant=self.reentrant)
 
 
 def ids_of(step=0):
@@ -107,7 +104,6 @@ def table_of(manager):
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 @pytest.mark.parametrize("make", [nn.Embedding, Scaled, Shifted])
 def test_an_embedding_has_the_residents_bits(device, make, trainable, reentrant):
-    torch.manual_seed(0)
     managed, resident = resident_pair(trained(Net(make, reentrant), trainable))
     with attached(managed, device) as manager:
         table_of(manager)
@@ -119,7 +115,6 @@ def test_an_embedding_has_the_residents_bits(device, make, trainable, reentrant)
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 @pytest.mark.parametrize("make", [nn.Embedding, Scaled])
 def test_low_precision_has_the_residents_bits(device, make, trainable, how):
-    torch.manual_seed(0)
     dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
     managed, resident = resident_pair(trained(Net(make, False), trainable).to(dtype))
     with attached(managed, device) as manager:
@@ -139,7 +134,6 @@ def test_low_precision_has_the_residents_bits(device, make, trainable, how):
     ids=str,
 )
 def test_the_gradient_is_made_as_the_module_says(device, options):
-    torch.manual_seed(0)
     managed, resident = resident_pair(Net(**options))
     ids = ids_of()
     ids[1, :4] = torch.tensor([0, 3, ROWS - 1, 3])
@@ -155,7 +149,6 @@ def test_the_gradient_is_made_as_the_module_says(device, options):
 @pytest.mark.parametrize("ids", [torch.arange(3), torch.zeros(0, dtype=torch.int64)], ids=str)
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 def test_row_numbers_of_any_shape_and_kind(device, ids, trainable):
-    torch.manual_seed(0)
     managed, resident = resident_pair(trained(Net(), trainable))
     resident.to(device)
     with attached(managed, device) as manager:
@@ -169,7 +162,6 @@ def test_row_numbers_of_any_shape_and_kind(device, ids, trainable):
 def test_sparse_gradients_are_the_residents(device):
     if device == "simgpu":
         pytest.skip("the tests' device type has no sparse tensors")
-    torch.manual_seed(0)
     managed, resident = resident_pair(Net(sparse=True))
     resident.to(device)
     with attached(managed, device) as manager:
@@ -195,7 +187,6 @@ def test_sparse_gradients_are_the_residents(device):
 
 
 def test_rows_travel_and_not_the_table(device):
-    torch.manual_seed(0)
     managed = trained(Net(), False)
     managed.inner.requires_grad_(False)
     with attached(managed, device) as manager:
@@ -249,7 +240,6 @@ def test_the_device_takes_the_links_time_for_the_rows(sim, before_s):
 
 
 def test_optimizer_steps_have_the_residents_bits(device):
-    torch.manual_seed(0)
     managed, resident = resident_pair(Net(padding_idx=1))
     with attached(managed, device) as manager:
         table_of(manager)
@@ -279,7 +269,6 @@ def test_a_step_after_sampling_alone_is_no_race(device, sim):
 
 
 def test_inference_has_the_residents_bits(device):
-    torch.manual_seed(0)
     managed, resident = resident_pair(Net(Scaled))
     resident.to(device)
     ids, anchor = ids_of().to(device), torch.ones(WIDTH).to(device)
@@ -292,7 +281,6 @@ def test_inference_has_the_residents_bits(device):
 
 
 def test_row_numbers_on_the_host_are_brought_to_the_device(device):
-    torch.manual_seed(0)
     managed, resident = resident_pair(nn.Sequential(nn.Embedding(ROWS, WIDTH)))
     with attached(managed, device):
         found = managed(ids_of())
@@ -302,7 +290,6 @@ def test_row_numbers_on_the_host_are_brought_to_the_device(device):
 
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 def test_an_error_leaves_nothing_behind(device, trainable):
-    torch.manual_seed(0)
     managed, resident = resident_pair(trained(Net(), trainable))
     with attached(managed, device) as manager:
         for bad in (torch.tensor([ROWS]), torch.tensor([0.5])):
@@ -318,7 +305,6 @@ def test_an_error_leaves_nothing_behind(device, trainable):
 
 
 def test_an_error_in_between_leaves_the_next_step_as_it_was(device, monkeypatch):
-    torch.manual_seed(0)
     managed, resident = resident_pair(Net())
 
     def fail(*_):
@@ -341,7 +327,6 @@ def test_an_error_in_between_leaves_the_next_step_as_it_was(device, monkeypatch)
 
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 def test_an_unlocked_table_streams_whole(device, trainable):
-    torch.manual_seed(0)
     managed, resident = resident_pair(trained(Net(), trainable))
     with attached(managed, device, lock="never") as manager:
         table = table_of(manager)
@@ -355,7 +340,6 @@ def test_an_unlocked_table_streams_whole(device, trainable):
 
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 def test_a_table_that_is_unlocked_later_is_copied_beside_the_arena(device, trainable):
-    torch.manual_seed(0)
     managed, resident = resident_pair(trained(Net(), trainable))
     with attached(managed, device) as manager:
         assert manager.attachment.arena.capacity_bytes < TABLE_BYTES
@@ -368,7 +352,6 @@ def test_a_table_that_is_unlocked_later_is_copied_beside_the_arena(device, train
 
 
 def test_a_model_of_tables_alone(device):
-    torch.manual_seed(0)
     managed, resident = resident_pair(nn.Sequential(nn.Embedding(ROWS, WIDTH)))
     resident.to(device)
     with attached(managed, device, offload_percent=0.5) as manager:
@@ -455,7 +438,6 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 @pytest.mark.parametrize("make", [nn.Embedding, Scaled])
 def test_a_tied_head_is_the_tables_only_copy_in_the_arena(device, make, trainable):
-    torch.manual_seed(0)
     managed, resident = resident_pair(trained(Tied(make), trainable))
     with attached(managed, device) as manager:
         table = table_of(manager)
@@ -498,10 +480,7 @@ class ReadsInside(nn.Embedding):
 
 
 @pytest.mark.parametrize("make", [Reads, ReadsToo, AsksTheDevice, ReadsInside])
-def test_a_forward_that_reads_the_weight_itself_streams_it(device, make, monkeypatch):
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
-    torch.manual_seed(0)
+def test_a_forward_that_reads_the_weight_itself_streams_it(device, make, nothing_is_small):
     managed, resident = resident_pair(Net(make))
     with attached(managed, device) as manager:
         assert manager.resident == {}
@@ -536,25 +515,20 @@ def test_a_copy_is_an_ordinary_module():
         assert_same(left(ids_of()), copied.tokens(ids_of()))
 
 
-def test_max_norm_stays_and_a_bag_is_lent(device, monkeypatch):
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
-
-    class Bags(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tokens = nn.EmbeddingBag(ROWS, WIDTH, mode="mean", padding_idx=3)
-            self.renormed = nn.Embedding(ROWS, WIDTH, max_norm=1.0)
-            self.bag = nn.EmbeddingBag(ROWS, WIDTH, max_norm=1.0)
-            self.inner = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, ids, anchor):
-            return self.inner(self.tokens(ids) + self.bag(ids) + self.renormed(ids[:, 0]) + anchor)
+def test_max_norm_stays_and_a_bag_is_lent(device, nothing_is_small):
+    def compute(parts, ids, anchor):
+        return parts.inner(parts.tokens(ids) + parts.bag(ids) + parts.renormed(ids[:, 0]) + anchor)
 
     if device == "simgpu":
         pytest.skip("the tests' device type has no EmbeddingBag")
-    torch.manual_seed(0)
-    managed, resident = resident_pair(Bags())
+    model = Parts(
+        compute,
+        tokens=nn.EmbeddingBag(ROWS, WIDTH, mode="mean", padding_idx=3),
+        renormed=nn.Embedding(ROWS, WIDTH, max_norm=1.0),
+        bag=nn.EmbeddingBag(ROWS, WIDTH, max_norm=1.0),
+        inner=nn.Linear(WIDTH, WIDTH),
+    )
+    managed, resident = resident_pair(model)
     with attached(managed, device) as manager:
         assert set(manager.resident) == {"renormed.weight", "bag.weight"}
         assert set(manager.resident.values()) == {"max_norm writes its weight in forward"}

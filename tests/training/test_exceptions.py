@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 from equality import Recorder, assert_models_agree, assert_same, attached, resident_pair
+from models import checkpointed
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from oracle_offload.model import selection
 
 REGISTER = {
     "forward pre": nn.Module.register_forward_pre_hook,
@@ -55,10 +53,7 @@ class Net(nn.Module):
         x = self.embed(ids).transpose(1, 2).reshape(-1, 8, 4, 4)
         x = self.conv(x).flatten(2).transpose(1, 2)
         for block in self.blocks:
-            if self.reentrant is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
+            x = checkpointed(block, x, reentrant=self.reentrant)
         return self.head(x)
 
 
@@ -149,10 +144,7 @@ def boundaries(model: nn.Module, kind: str, step: Any) -> int:
 
 @pytest.mark.parametrize("reentrant", [None, True, False])
 @pytest.mark.parametrize("kind", REGISTER)
-def test_an_exception_at_any_boundary_ends_what_is_lent(device, kind, reentrant, monkeypatch):
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
-    torch.manual_seed(0)
+def test_an_exception_at_any_boundary_ends_what_is_lent(device, kind, reentrant, nothing_is_small):
     managed, resident = resident_pair(Lending(reentrant))
     resident.to(device)
 

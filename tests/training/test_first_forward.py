@@ -18,10 +18,11 @@ from equality import (
     gradients,
     is_simulated,
     resident_pair,
+    step_of,
 )
+from models import checkpointed
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload.engine.engines import open_states
@@ -81,16 +82,6 @@ def test_attach_leaves_torchs_own_call_as_it_is():
         assert not hooks._global_forward_pre_hooks
 
 
-def test_a_part_outlives_its_model():
-    model = build()
-    expected, part = model[0](inputs()), model[0]
-    manager = oracle_offload.attach(model, "cpu")
-    del model
-    gc.collect()
-    assert torch.equal(part(inputs()), expected)
-    assert manager.detach() is None
-
-
 # ---- weights that are computed ----
 
 
@@ -144,10 +135,7 @@ def test_a_weight_that_is_computed_after_attach_has_the_residents_bits(
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for _ in range(3):
                 x = inputs().requires_grad_()
-                if checkpointing is None:
-                    y = model(x)
-                else:
-                    y = checkpoint(model, x, use_reentrant=checkpointing)
+                y = checkpointed(model, x, reentrant=checkpointing)
                 y.square().sum().backward()
                 found += [y.detach(), x.grad, {k: g.clone() for k, g in gradients(model).items()}]
                 optimizer.step()
@@ -194,10 +182,7 @@ def test_a_weight_computed_from_the_master_is_accepted_in_every_forward(
             for _ in range(4):
                 x = inputs().requires_grad_()
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    if checkpointing is None:
-                        y = model(x)
-                    else:
-                        y = checkpoint(model, x, use_reentrant=checkpointing)
+                    y = checkpointed(model, x, reentrant=checkpointing)
                     loss = y.float().square().sum()
                 loss.backward()
                 found += [y.detach(), x.grad, *(delta.grad.clone() for delta in deltas)]
@@ -272,7 +257,6 @@ def test_an_adapter_may_compute_with_the_weight_of_its_layer(kind, calls, device
 
 @pytest.mark.parametrize("names", [("weight",), ("bias",), ("weight", "bias")], ids=str)
 def test_functional_call_as_the_first_forward(names):
-    torch.manual_seed(0)
     managed = build()
     resident = copy.deepcopy(managed)
     given = {f"0.inner.{name}": torch.ones(8, 8)[0 if name == "bias" else ...] for name in names}
@@ -401,15 +385,9 @@ def test_a_weight_may_meet_what_lies_on_the_device(use, device):
     for model in (managed, resident):
         model[1].forward = lambda x, model=model: use(model[0].inner, x, model[1])
 
-    def step(model):
-        x = inputs().to(device).requires_grad_()
-        y = model(x)
-        y.square().sum().backward()
-        return y, x.grad
-
     with attached(managed, device) as manager:
         assert [layer.name for layer in manager.layers] == ["0.inner", "2.inner"]
-        assert_models_agree(managed, resident, step, device=device)
+        assert_models_agree(managed, resident, step_of(inputs(), device), device=device)
 
 
 # ---- the bits of the first forward ----
@@ -455,7 +433,6 @@ class Region(nn.Module):
 @pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_a_first_forward_has_the_bits_of_any_other(device, where, grad, trained):
-    torch.manual_seed(0)
     model = Decomposed(device).requires_grad_(trained)
     if where == "within":
         model = Region(model, device)

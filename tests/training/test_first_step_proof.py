@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from equality import assert_same, attached, gradients
+from models import Parts
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -60,7 +61,6 @@ def step(model, device, autocast=False):
 @pytest.mark.parametrize("kind", [None, "reentrant", "plain"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_first_block_is_proved_and_training_is_not_disturbed(kind, frozen, device):
-    torch.manual_seed(0)
     model = Net(kind)
     if frozen:
         model.blocks.requires_grad_(False)
@@ -115,15 +115,13 @@ class Unsteady(torch.autograd.Function):
         return gradient + Unsteady.noise.pop(0)
 
 
-class UnsteadyBlock(nn.Module):
+def unsteady_block():
     """As flash attention: its result repeats, and gradients of what comes before do not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.after(Unsteady.apply(self.before(x)))
+    return Parts(
+        lambda parts, x: parts.after(Unsteady.apply(parts.before(x))),
+        before=nn.Linear(WIDTH, WIDTH),
+        after=nn.Linear(WIDTH, WIDTH),
+    )
 
 
 UNSTEADY = ["gradient of input 0", "gradient of before.weight", "gradient of before.bias"]
@@ -133,7 +131,7 @@ UNSTEADY = ["gradient of input 0", "gradient of before.weight", "gradient of bef
 def test_what_the_resident_copy_does_not_repeat_is_named_and_the_rest_compared(
     compute_is_right, device, monkeypatch, caplog
 ):
-    model = nn.Sequential(UnsteadyBlock(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(unsteady_block(), nn.Linear(WIDTH, WIDTH))
     Unsteady.noise[:] = range(100)
     with attached(model, device) as manager:
         assert len(manager.layers) == 3
@@ -158,7 +156,7 @@ def test_what_the_resident_copy_does_not_repeat_is_named_and_the_rest_compared(
 
 
 def test_a_copy_that_repeats_itself_by_luck_is_asked_again_before_a_block_is_called_wrong(device):
-    model = nn.Sequential(UnsteadyBlock())
+    model = nn.Sequential(unsteady_block())
     with attached(model, device):
         x = torch.ones(2, WIDTH, device=device)
         # Of training, of the managed repetition, and of the copy, which differs in its third run.
@@ -178,15 +176,10 @@ def test_a_copy_that_repeats_itself_by_luck_is_asked_again_before_a_block_is_cal
 def test_a_block_of_which_nothing_repeats_is_neither_right_nor_wrong(device, caplog):
     noise = iter(range(100))
 
-    class Restless(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            return self.layer(x.float()) + next(noise)
-
-    model = nn.Sequential(Restless().requires_grad_(False))
+    restless = Parts(
+        lambda parts, x: parts.layer(x.float()) + next(noise), layer=nn.Linear(WIDTH, WIDTH)
+    )
+    model = nn.Sequential(restless.requires_grad_(False))
     with attached(model, device), first_step_proof(model) as found:
         model(torch.ones(2, WIDTH, dtype=torch.int64, device=device))
     assert found.not_deterministic == ["result 0"] and not found.equal and not found.compared
@@ -220,17 +213,11 @@ def test_a_block_can_be_named_and_what_cannot_be_proved_is_refused(device):
 
 
 def test_a_model_without_a_list_is_one_block_and_needs_tensors_to_compare(device):
-    class Single(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-            self.mute = False
+    def compute(parts, x):
+        y = parts.layer(x)
+        return {} if parts.mute else {"y": y}
 
-        def forward(self, x):
-            y = self.layer(x)
-            return {} if self.mute else {"y": y}
-
-    model = Single()
+    model = Parts(compute, layer=nn.Linear(WIDTH, WIDTH), mute=False)
     with attached(model, device):
         with first_step_proof(model) as proof:
             model(torch.ones(1, WIDTH, device=device))["y"].sum().backward()
@@ -276,15 +263,8 @@ def test_an_error_of_the_repeated_call_leaves_generators_and_buffers_as_they_wer
 def test_a_block_may_depend_on_what_is_outside_and_trains_alone(device, caplog):
     outside = torch.ones(1, device=device, requires_grad=True)
 
-    class Frozen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-        def forward(self, ids):
-            return self.layer(ids.float()) * outside
-
-    model = nn.Sequential(Frozen())
+    frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    model = nn.Sequential(Parts(lambda parts, x: parts.layer(x.float()) * outside, layer=frozen))
     with attached(model, device), caplog.at_level("INFO"):
         with first_step_proof(model) as found:
             model(torch.ones(2, WIDTH, dtype=torch.int64, device=device))

@@ -9,6 +9,7 @@ import gc
 import pytest
 import torch
 from equality import assert_same, attached, gradients
+from models import Parts
 from torch import nn
 
 from oracle_offload.layers import gradients as module
@@ -51,23 +52,17 @@ def locked(manager):
     return manager.state.engine.stats()["locked_bytes"]
 
 
-class Several(nn.Module):
-    """Has a layer of each kind that trains."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.conv = nn.Embedding(64, 96), nn.Conv1d(96, 96, 3, padding=1)
-        self.layer, self.own = nn.Linear(96, 96), nn.Parameter(torch.randn(192, 96))
-
-    def forward(self, x):
-        x = x + self.table(torch.arange(4, device=x.device))
-        return self.layer(self.conv(x[:, :, None].repeat(1, 1, 5))[:, :, 2]) @ self.own.t()
+def several(parts, x):
+    x = x + parts.table(torch.arange(4, device=x.device))
+    return parts.layer(parts.conv(x[:, :, None].repeat(1, 1, 5))[:, :, 2]) @ parts.own.t()
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 def test_gradients_of_many_outputs_at_once_are_the_resident_ones(device, autocast):
-    torch.manual_seed(0)
-    managed = Several()
+    """Of a layer of each kind that trains."""
+    layers = {"table": nn.Embedding(64, 96), "conv": nn.Conv1d(96, 96, 3, padding=1)}
+    own = nn.Parameter(torch.randn(192, 96))
+    managed = Parts(several, **layers, layer=nn.Linear(96, 96), own=own)
     resident = copy.deepcopy(managed).to(device)
     with attached(managed, device) as manager:
         assert [layer.name for layer in manager.layers] == ["", "table", "conv", "layer"]
@@ -168,7 +163,6 @@ def test_autocast_s_gradients_lie_there_too(device, dtype):
 
 
 def test_a_convolution_s_gradient_keeps_its_strides(device):
-    torch.manual_seed(0)
     managed = nn.Sequential(nn.Conv2d(32, 32, 3)).to(memory_format=torch.channels_last)
     resident = copy.deepcopy(managed).to(device)
     with attached(managed, device) as manager:
