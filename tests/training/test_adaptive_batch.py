@@ -7,9 +7,8 @@ from collections import UserDict, namedtuple
 
 import pytest
 import torch
-from equality import assert_same, attached, gradients
+from equality import FailsAt, assert_same, attached, gradients
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle_offload import NoRoomError
 from oracle_offload.train import AdaptiveBatch
@@ -104,31 +103,14 @@ def test_every_token_counts_the_same_however_the_batch_is_divided():
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
-class FailAt(TorchDispatchMode):
-    """Memory runs out at one operator, counted from the first of the first forward."""
-
-    def __init__(self, number):
-        super().__init__()
-        self.number, self.count, self.losses = number, 0, None
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += bool(self.losses.sizes)
-        if self.count == self.number:
-            raise torch.OutOfMemoryError("planted")
-        return function(*args, **(kwargs or {}))
-
-
 def test_running_out_of_memory_at_any_operator_changes_no_bit():
     managed = net()
     resident = copy.deepcopy(managed)
     whole = batch(4)
     state = copy.deepcopy(managed.state_dict())
 
-    def part_of(model, size, mode=None):
-        losses = Losses(model)
-        if mode is not None:
-            mode.losses = losses
-        return AdaptiveBatch(model, losses, size=size, weight_of=tokens)
+    def part_of(model, size, losses=None):
+        return AdaptiveBatch(model, losses or Losses(model), size=size, weight_of=tokens)
 
     with attached(managed, "cpu"):
         number = 0
@@ -142,9 +124,9 @@ def test_running_out_of_memory_at_any_operator_changes_no_bit():
                 part_of(model, 4).backward(whole)  # gradients that are there already
                 torch.manual_seed(2)
                 if model is managed:
-                    mode = FailAt(number)
-                    batches = part_of(model, 4, mode)
-                    with mode:
+                    losses = Losses(model)
+                    batches = part_of(model, 4, losses)
+                    with FailsAt(number, lambda losses=losses: bool(losses.sizes)) as mode:
                         found = batches.backward(whole)
                     continue
                 expected.append(part_of(model, batches.size).backward(whole))

@@ -157,14 +157,16 @@ def test_a_model_whose_layers_were_taken_out_is_called_as_it_is():
 
 
 def test_layers_that_were_quantised_while_they_waited_stream_what_they_are_now():
-    model = mlp(2).requires_grad_(False)
+    model, resident = (mlp(2).requires_grad_(False) for _ in range(2))
     Original(model, model)
-    for part in model:
+    for part in (*model, *resident):
         to_ostris(part)
     assert not open_states()
     nn.Sequential(nn.Linear(32, 32))(torch.randn(2, 32))
     assert not open_states(), "a stranger's call"
-    model(torch.randn(2, 32))
+    x, before = torch.randn(2, 32), simulator.stats().h2d_bytes
+    assert_same(model(x), resident(x))
+    assert simulator.stats().h2d_bytes > before
     assert [type(part.__dict__[HANDLE]) for part in model] == [QuantisedLayer] * 2
     model[0] = nn.Linear(32, 32).requires_grad_(False)
     model(torch.randn(2, 32))
@@ -198,6 +200,36 @@ def test_a_layer_that_another_manager_has_taken_meanwhile_stays_with_it():
     del model._memory_manager
     assert model[0].__dict__[HANDLE] is layer and type(model[1]) is nn.Linear
     MemoryManager.detach(model[0])
+
+
+def test_a_layer_that_compiled_code_calls_first_attaches_the_model():
+    model = mlp(2)
+    x = torch.randn(2, 32)
+    expected = model[1](x)
+    Original(model, model)
+    assert_same(torch.compile(lambda x: model[1](x), backend="eager")(x), expected)
+    assert managed(model) == [True] * 2
+    del model._memory_manager
+
+
+def test_another_module_at_the_address_of_a_part_that_is_gone_is_none_of_the_models():
+    parts = [nn.Sequential(nn.Linear(32, 32)) for _ in range(50)]
+    model = nn.Sequential(nn.Linear(32, 32), *parts)
+    Original(model, [part for part in model.modules() if isinstance(part, nn.Linear)])
+    gone = {id(part) for part in parts}
+    del parts, model[1:]
+    gc.collect()
+    others = []
+    while not any(id(part) in gone for part in others):
+        others += [nn.Sequential(nn.Identity()) for _ in range(1000)]
+        assert len(others) < 50_000
+    x = torch.randn(2, 32)
+    for stranger in others:
+        stranger(x)
+    assert not open_states(), "a stranger's call attached the model"
+    model(x)
+    assert managed(model) == [True]
+    del model._memory_manager
 
 
 def test_an_adapter_before_a_waiting_layer_calls_what_it_found_there():

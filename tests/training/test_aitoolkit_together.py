@@ -12,6 +12,7 @@ import weakref
 import pytest
 import torch
 from equality import assert_same
+from models import LoRA
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,16 +39,12 @@ class Model(nn.Module):
         return x
 
 
-class LoRA(nn.Module):
-    """Replaces a layer's forward; what it adds is the network's to say."""
+class OfNetwork(LoRA):
+    """What it adds is the network's to say."""
 
     def __init__(self, network, layer):
-        super().__init__()
+        super().__init__(layer)
         self.network_ref = weakref.ref(network)
-        self.down = nn.Linear(WIDTH, 4, bias=False)
-        self.up = nn.Linear(4, WIDTH, bias=False)
-        self.org_forward = layer.forward
-        layer.forward = self.forward
 
     def forward(self, x):
         y, network = self.org_forward(x), self.network_ref()
@@ -59,7 +56,7 @@ class Network(nn.Module):
         super().__init__()
         self.is_active, self._multiplier, self.torch_multiplier = False, 1.0, torch.ones(1)
         layers = [part for part in model.modules() if isinstance(part, nn.Linear)]
-        self.loras = nn.ModuleList(LoRA(self, layer) for layer in layers)
+        self.loras = nn.ModuleList(OfNetwork(self, layer) for layer in layers)
 
     @property
     def multiplier(self):

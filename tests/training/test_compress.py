@@ -23,7 +23,6 @@ from test_matrix import Block, make_step
 from test_models import BUILDS
 from tiers import in_turn
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import _core
@@ -112,16 +111,10 @@ def test_training_has_the_residents_bits(device, reentrant, autocast):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
 def test_one_byte_weights_have_the_residents_bits(device, dtype):
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            weight = torch.randn(2 * WIDTH, WIDTH) * (10 if dtype is torch.int8 else 0.02)
-            self.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
-
-        def forward(self, x):
-            return x @ self.weight.to(x.dtype).t()
-
-    managed, resident = resident_pair(nn.Sequential(Scaled()))
+    weight = torch.randn(2 * WIDTH, WIDTH) * (10 if dtype is torch.int8 else 0.02)
+    weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+    model = models.Parts(lambda parts, x: x @ parts.weight.to(x.dtype).t(), weight=weight)
+    managed, resident = resident_pair(nn.Sequential(model))
     step = make_step(torch.randn(5, WIDTH), device, False)
     with lossless(managed, device) as manager:
         assert len(coded_layers(manager)) == 1
@@ -247,16 +240,15 @@ def test_real_models_have_the_residents_bits(device, name, reentrant, codes_ever
 def test_adapters_train_over_coded_weights(device):
     """LoRA: frozen bases are coded, what is trained is not; its gradients are the resident's."""
 
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-            self.down, self.up = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH, bias=False)
+    def adapted():
+        return models.Parts(
+            lambda parts, x: parts.base(x) + parts.up(parts.down(x)),
+            base=nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+            down=nn.Linear(WIDTH, 8, bias=False),
+            up=nn.Linear(8, WIDTH, bias=False),
+        )
 
-        def forward(self, x):
-            return self.base(x) + self.up(self.down(x))
-
-    managed, resident = resident_pair(nn.Sequential(Adapted(), Adapted()).bfloat16())
+    managed, resident = resident_pair(nn.Sequential(adapted(), adapted()).bfloat16())
     with lossless(managed, device) as manager:
         assert [layer.name for layer in coded_layers(manager)] == ["0.base", "1.base"]
         assert_agree(managed, resident, device)
@@ -399,7 +391,7 @@ def test_a_backward_computes_with_a_write_since_forward(device, make, reentrant,
 
     def step(model):
         leaf = x.clone().requires_grad_()
-        y = model(leaf) if reentrant is None else checkpoint(model, leaf, use_reentrant=reentrant)
+        y = models.checkpointed(model, leaf, reentrant=reentrant)
         write(model[1].weight)
         y.float().square().sum().backward()
         return [y.detach(), leaf.grad]
@@ -422,7 +414,7 @@ def test_a_backward_refuses_what_it_refuses_without_codes(device, make, write, r
         model = make()
         with attached(model, device, compress=compress):
             x = x_of(model, device).requires_grad_()
-            y = model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)
+            y = models.checkpointed(model, x, reentrant=reentrant)
             write(model[1].weight)
             with pytest.raises(StaleWeightsError, match="the weight of managed layer '1'") as error:
                 y.sum().backward()

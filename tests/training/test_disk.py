@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import tempfile
@@ -12,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from equality import assert_models_agree, assert_same, attached, step_alike
+from models import checkpointed
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -57,11 +59,7 @@ class Tower(nn.Module):
 
     def forward(self, x):
         for block in self.blocks:
-            x = (
-                block(x)
-                if self.reentrant is None
-                else checkpoint(block, x, use_reentrant=self.reentrant)
-            )
+            x = checkpointed(block, x, reentrant=self.reentrant)
         return x
 
 
@@ -80,18 +78,18 @@ def step(model):
     return y.detach(), x.grad
 
 
+def without_values(**options):
+    with oracle_offload.empty_weights():
+        return Tower(**options)
+
+
 def saved(tmp_path, **options):
-    """Return a model with values, and the file that has them."""
+    """Return a model with values, one without them, and the file that has them."""
     torch.manual_seed(0)
     model = Tower(**options)
     path = tmp_path / "model.safetensors"
     save_file(model.state_dict(), path)
-    return model, path
-
-
-def without_values(**options):
-    with oracle_offload.empty_weights():
-        return Tower(**options)
+    return model, without_values(**options), path
 
 
 def on_disk(managed, device, path, **options):
@@ -112,8 +110,7 @@ def disk_bytes(manager):
 
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "not"])
 def test_training_adapters_is_that_of_the_resident_model(device, tmp_path, reentrant):
-    resident, path = saved(tmp_path, reentrant=reentrant)
-    managed = without_values(reentrant=reentrant)
+    resident, managed, path = saved(tmp_path, reentrant=reentrant)
     with on_disk(managed, device, path) as manager:
         assert {f"blocks.{n}.base" for n in range(DEPTH)} <= {one.name for one in manager.layers}
         assert 0 < disk_bytes(manager) < DEPTH * WEIGHT and read_bytes(manager) == 0
@@ -130,8 +127,7 @@ def test_training_adapters_is_that_of_the_resident_model(device, tmp_path, reent
 
 
 def test_sampling_is_that_of_the_resident_model(device, tmp_path):
-    resident, path = saved(tmp_path, dtype=torch.bfloat16)
-    managed = without_values(dtype=torch.bfloat16)
+    resident, managed, path = saved(tmp_path, dtype=torch.bfloat16)
     resident.to(device)
     with on_disk(managed, device, path, ram_budget="150KiB") as manager:
         for seed in range(4):
@@ -143,8 +139,7 @@ def test_sampling_is_that_of_the_resident_model(device, tmp_path):
 
 
 def test_a_step_that_raises_leaves_the_next_one_right(device, tmp_path):
-    resident, path = saved(tmp_path)
-    managed = without_values()
+    resident, managed, path = saved(tmp_path)
     with on_disk(managed, device, path) as manager:
         handle = managed.blocks[DEPTH // 2].register_forward_hook(lambda *_: 1 / 0)
         for _ in range(2):
@@ -156,12 +151,11 @@ def test_a_step_that_raises_leaves_the_next_one_right(device, tmp_path):
 
 
 def test_sharded_files_stay_where_they_are(device, tmp_path):
-    resident, path = saved(tmp_path)
+    resident, managed, path = saved(tmp_path)
     folder = tmp_path / "shards"
     oracle_offload.save_weights(resident, folder, shard_bytes=4 * WEIGHT)
     path.unlink()
     assert len(list(folder.glob("*.safetensors"))) > 2
-    managed = without_values()
     with on_disk(managed, device, folder) as manager:
         assert_models_agree(managed, resident, step, device=device)
         assert read_bytes(manager) > 0
@@ -179,8 +173,7 @@ def stats_of(manager):
 
 
 def test_what_has_room_is_read_by_the_first_step_and_locked_then(device, tmp_path):
-    resident, path = saved(tmp_path)
-    managed = without_values()
+    resident, managed, path = saved(tmp_path)
     with on_disk(managed, device, path) as manager:
         before = stats_of(manager)
         kept = before["disk_kept_bytes"]
@@ -197,8 +190,8 @@ def test_what_has_room_is_read_by_the_first_step_and_locked_then(device, tmp_pat
 
 
 def test_a_process_that_only_samples_locks_what_has_arrived(tmp_path):
-    resident, path = saved(tmp_path)
-    managed = without_values().requires_grad_(False)
+    resident, managed, path = saved(tmp_path)
+    managed.requires_grad_(False)
     resident.requires_grad_(False)
     with on_disk(managed, "cpu", path) as manager, torch.no_grad():
         stats = stats_of(manager)
@@ -218,8 +211,8 @@ def test_a_process_that_only_samples_locks_what_has_arrived(tmp_path):
 
 
 def test_a_forward_waits_for_no_lock_while_what_is_kept_arrives(tmp_path):
-    _, path = saved(tmp_path)
-    managed = without_values().requires_grad_(False)
+    _, managed, path = saved(tmp_path)
+    managed.requires_grad_(False)
     with on_disk(managed, "cpu", path) as manager, torch.no_grad():
         managed.blocks[0](torch.randn(3, WIDTH))
         forward = threading.Thread(target=manager.attachment.during_forward, daemon=True)
@@ -231,8 +224,8 @@ def test_a_forward_waits_for_no_lock_while_what_is_kept_arrives(tmp_path):
 
 
 def test_what_no_sample_needs_keeps_nothing_waiting(tmp_path):
-    resident, path = saved(tmp_path)
-    managed = without_values().requires_grad_(False)
+    resident, managed, path = saved(tmp_path)
+    managed.requires_grad_(False)
     with on_disk(managed, "cpu", path, ram_budget="1GiB") as manager, torch.no_grad():
         locked = stats_of(manager)["locked_bytes"]
         for _ in range(3 * DEPTH):
@@ -263,8 +256,8 @@ class TakenBefore:
 
 
 def test_what_two_forwards_find_at_once_is_locked_by_one(tmp_path, monkeypatch, caplog):
-    resident, path = saved(tmp_path)
-    managed = without_values().requires_grad_(False)
+    resident, managed, path = saved(tmp_path)
+    managed.requires_grad_(False)
     with on_disk(managed, "cpu", path) as manager, torch.no_grad():
         state, attachment = manager.state, manager.attachment
         state.pace.next_look = 1 << 60
@@ -284,8 +277,7 @@ def test_what_two_forwards_find_at_once_is_locked_by_one(tmp_path, monkeypatch, 
 
 
 def test_where_nothing_may_be_locked_it_arrives_too(device, tmp_path):
-    resident, path = saved(tmp_path)
-    managed = without_values()
+    resident, managed, path = saved(tmp_path)
     with on_disk(managed, device, path, ram_budget="1GiB", lock="never") as manager:
         assert_models_agree(managed, resident, step, device=device)
         stats = stats_of(manager)
@@ -295,8 +287,7 @@ def test_where_nothing_may_be_locked_it_arrives_too(device, tmp_path):
 
 
 def test_what_a_whole_forward_did_not_need_keeps_nothing_waiting(tmp_path):
-    _, path = saved(tmp_path)
-    managed = without_values()
+    _, managed, path = saved(tmp_path)
     with on_disk(managed, "cpu", path, ram_budget="1GiB") as manager:
         every = list(managed.blocks)
         managed.blocks = nn.ModuleList(every[:2] + every[-1:])
@@ -333,8 +324,7 @@ class InterruptedOnce:
 @pytest.mark.parametrize("records", [True, False], ids=["training", "sampling"])
 @pytest.mark.parametrize("what", ["unlock", "lock"])
 def test_ctrl_c_while_what_has_arrived_is_locked(tmp_path, monkeypatch, what, records):
-    resident, path = saved(tmp_path)
-    managed = without_values()
+    resident, managed, path = saved(tmp_path)
     with on_disk(managed, "cpu", path, ram_budget="1GiB") as manager:
         with monkeypatch.context() as patch:
             engine = InterruptedOnce(manager.state.engine, what)
@@ -353,8 +343,7 @@ def test_ctrl_c_while_what_has_arrived_is_locked(tmp_path, monkeypatch, what, re
 
 @pytest.mark.parametrize("memory", ["80KiB", "1GiB"])
 def test_what_the_arena_holds_all_of_is_managed_too(device, tmp_path, memory):
-    resident, path = saved(tmp_path)
-    managed = without_values()
+    resident, managed, path = saved(tmp_path)
     sizes = {"ram_budget": memory, "vram_budget": "64MiB"}
     with on_disk(managed, device, path, **sizes) as manager:
         assert len(manager.layers) >= DEPTH
@@ -364,8 +353,7 @@ def test_what_the_arena_holds_all_of_is_managed_too(device, tmp_path, memory):
 
 @pytest.mark.parametrize("blocks", [0, 1, DEPTH // 2 + 1])
 def test_detach_while_weights_arrive(device, tmp_path, blocks):
-    resident, path = saved(tmp_path)
-    managed = without_values()
+    resident, managed, path = saved(tmp_path)
     with on_disk(managed, device, path) as manager:
         if blocks:
             handle = managed.blocks[blocks - 1].register_forward_hook(lambda *_: 1 / 0)
@@ -378,8 +366,7 @@ def test_detach_while_weights_arrive(device, tmp_path, blocks):
 
 
 def test_a_file_that_is_written_before_the_first_step(device, tmp_path):
-    _, path = saved(tmp_path)
-    managed = without_values()
+    _, managed, path = saved(tmp_path)
     with on_disk(managed, device, path, ram_budget="1GiB") as manager:
         rewritten(path)
         with pytest.raises(OffloadError, match=WRITTEN):
@@ -388,8 +375,7 @@ def test_a_file_that_is_written_before_the_first_step(device, tmp_path):
 
 
 def test_what_has_arrived_needs_no_file_any_more(device, tmp_path):
-    resident, path = saved(tmp_path)
-    managed = without_values()
+    resident, managed, path = saved(tmp_path)
     with on_disk(managed, device, path, ram_budget="1GiB"):
         assert_models_agree(managed, resident, step, steps=1, device=device)
         rewritten(path)
@@ -399,8 +385,7 @@ def test_what_has_arrived_needs_no_file_any_more(device, tmp_path):
 
 
 def test_nothing_of_what_stays_is_read_at_attach(tmp_path):
-    _, path = saved(tmp_path)
-    managed = without_values()
+    _, managed, path = saved(tmp_path)
     with on_disk(managed, "cpu", path, ram_budget="1GiB") as manager:
         assert disk_bytes(manager) == 0  # all of it has room
         in_memory = sum(buffer.nbytes for buffer in manager.attachment.buffers)
@@ -416,8 +401,7 @@ def test_nothing_of_what_stays_is_read_at_attach(tmp_path):
 
 
 def test_detach_and_another_attach(device, tmp_path):
-    resident, path = saved(tmp_path)
-    managed = without_values()
+    resident, managed, path = saved(tmp_path)
     for _ in range(2):
         with on_disk(managed, device, path):
             assert_models_agree(managed, resident, step, steps=1, device=device)
@@ -426,8 +410,7 @@ def test_detach_and_another_attach(device, tmp_path):
 
 
 def test_another_arena_reads_the_same(device, tmp_path):
-    resident, path = saved(tmp_path)
-    managed = without_values()
+    resident, managed, path = saved(tmp_path)
     with on_disk(managed, device, path) as manager:
         assert_models_agree(managed, resident, step, steps=1, device=device)
         with manager.set_budget(vram_budget=6 * WEIGHT):
@@ -448,9 +431,8 @@ both_kinds = pytest.mark.parametrize("number", [DEPTH // 2, 0], ids=["kept", "re
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("how", ["in place", "unseen", "loaded"])
 def test_a_write_is_used(device, tmp_path, how, steps, number):
-    resident, path = saved(tmp_path)
+    resident, managed, path = saved(tmp_path)
     before = path.read_bytes()
-    managed = without_values()
     with on_disk(managed, device, path) as manager:
         assert_models_agree(managed, resident, step, steps=steps, device=device)
         name = f"blocks.{number}.base"
@@ -473,9 +455,8 @@ def test_a_write_is_used(device, tmp_path, how, steps, number):
 
 @both_kinds
 def test_a_weight_that_is_trained_later_moves_into_memory(device, tmp_path, number):
-    resident, path = saved(tmp_path)
+    resident, managed, path = saved(tmp_path)
     before = path.read_bytes()
-    managed = without_values()
     with on_disk(managed, device, path) as manager:
         (layer,) = [one for one in manager.layers if one.name == f"blocks.{number}.base"]
         kind = "disk_bytes" if number == 0 else "disk_kept_bytes"
@@ -514,8 +495,7 @@ WRITTEN = r"model\.safetensors' was written since its weights were attached"
 
 @pytest.mark.parametrize("change", [truncated, rewritten])
 def test_a_file_that_is_written_is_refused_by_name(device, tmp_path, change, caplog):
-    resident, path = saved(tmp_path)
-    managed = without_values()
+    resident, managed, path = saved(tmp_path)
     with on_disk(managed, device, path):
         step(managed)
         change(path)
@@ -540,8 +520,7 @@ def written_in_part(managed, resident):
 
 
 def test_what_was_written_of_a_written_file_is_no_old_copy(tmp_path):
-    resident, path = saved(tmp_path)
-    managed = without_values()
+    resident, managed, path = saved(tmp_path)
     with on_disk(managed, "cpu", path, vram_budget="64MiB"):
         assert_models_agree(managed, resident, step)  # the arena has all of it
         rewritten(path)
@@ -552,8 +531,7 @@ def test_what_was_written_of_a_written_file_is_no_old_copy(tmp_path):
 
 def test_what_was_written_is_no_old_copy_where_no_descriptor_is_left(tmp_path):
     resource = pytest.importorskip("resource")
-    resident, path = saved(tmp_path)
-    managed = without_values()
+    resident, managed, path = saved(tmp_path)
     with on_disk(managed, "cpu", path, vram_budget="64MiB"):
         assert_models_agree(managed, resident, step)
         written_in_part(managed, resident)
@@ -569,8 +547,7 @@ def test_what_was_written_is_no_old_copy_where_no_descriptor_is_left(tmp_path):
 
 
 def test_a_weight_of_a_written_file_is_not_trained(tmp_path):
-    _, path = saved(tmp_path)
-    managed = without_values()
+    _, managed, path = saved(tmp_path)
     with on_disk(managed, "cpu", path):
         weight = managed.blocks[0].base.weight
         before = weight.data_ptr()
@@ -587,8 +564,7 @@ def test_a_weight_of_a_written_file_is_not_trained(tmp_path):
 def test_a_file_that_is_written_while_it_is_saved(tmp_path, monkeypatch):
     from oracle_offload.disk import saving
 
-    _, path = saved(tmp_path)
-    managed = without_values()
+    _, managed, path = saved(tmp_path)
     memory = saving.memory
 
     def written_meanwhile(tensor):
@@ -627,8 +603,7 @@ def replaced(path, managed):
     ids=["saved over", "replaced", "deleted", "renamed"],
 )
 def test_what_becomes_of_the_name_does_not_matter(device, tmp_path, change):
-    resident, path = saved(tmp_path)
-    managed = without_values()
+    resident, managed, path = saved(tmp_path)
     with on_disk(managed, device, path) as manager:
         assert_models_agree(managed, resident, step, steps=1, device=device)
         change(path, managed)
@@ -639,7 +614,7 @@ def test_what_becomes_of_the_name_does_not_matter(device, tmp_path, change):
 
 
 def test_a_name_that_is_no_text(device, tmp_path):
-    resident, path = saved(tmp_path)
+    resident, managed, path = saved(tmp_path)
     folder = os.fsencode(tmp_path) + b"/\xff\xfe"
     try:
         os.mkdir(folder)
@@ -647,7 +622,6 @@ def test_a_name_that_is_no_text(device, tmp_path):
         pytest.skip("this file system has text alone for names")
     odd = os.fsdecode(folder + b"/model.safetensors")
     path.rename(odd)
-    managed = without_values()
     with on_disk(managed, device, odd) as manager:
         assert_models_agree(managed, resident, step, steps=1, device=device)
         assert read_bytes(manager) > 0
@@ -667,8 +641,8 @@ def test_no_files():
 
 
 def test_weights_that_train(tmp_path):
-    _, path = saved(tmp_path)
-    managed = without_values().requires_grad_()
+    _, managed, path = saved(tmp_path)
+    managed.requires_grad_()
     with pytest.raises(OffloadError, match=r"0\.0667 TB a day.*requires_grad_\(False\)"):
         oracle_offload.attach(managed, "cpu", weights=path, disk=True)
     assert all(p.is_meta for p in managed.parameters())
@@ -678,7 +652,7 @@ def test_weights_that_train(tmp_path):
 
 
 def test_weights_that_are_converted(tmp_path):
-    _, path = saved(tmp_path)
+    _, _, path = saved(tmp_path)
     managed = without_values(dtype=torch.bfloat16)
     with pytest.raises(OffloadError, match=r"blocks\.0\.base\.weight.*are converted.*save_weights"):
         oracle_offload.attach(managed, "cpu", weights=path, disk=True)
@@ -692,6 +666,9 @@ def test_budgets_that_make_no_sense():
 
 
 # ---- which weights are in memory, and what is read ----
+
+
+LAYER = 4 * 128 * 128  # bytes of a layer of `Chain`
 
 
 class Chain(nn.Module):
@@ -711,19 +688,25 @@ class Chain(nn.Module):
         return x
 
 
+@contextlib.contextmanager
+def chain(tmp_path, depth, memory, arena):
+    """Attach a chain with room for so many layers in memory and in the arena."""
+    resident = Chain(depth)
+    save_file(resident.state_dict(), tmp_path / "model.safetensors")
+    with oracle_offload.empty_weights():
+        managed = Chain(depth)
+    sizes = {"ram_budget": memory * LAYER + 4096, "vram_budget": arena * LAYER + 4096}
+    with on_disk(managed, "cpu", tmp_path, **sizes) as manager:
+        yield manager, managed, resident
+
+
 @pytest.mark.parametrize(
     ("memory", "arena", "kept"),
     [(0, 4, 0), (10, 4, 0), (10, 12, 0), (20, 8, 0), (10, 16, 2), (20, 16, 12), (34, 4, 2)],
 )
 def test_training_reads_no_more_than_the_least(tmp_path, memory, arena, kept):
-    depth, weight = 40, 4 * 128 * 128
-    torch.manual_seed(0)
-    resident = Chain(depth)
-    save_file(resident.state_dict(), tmp_path / "model.safetensors")
-    with oracle_offload.empty_weights():
-        managed = Chain(depth)
-    sizes = {"ram_budget": memory * weight + 4096, "vram_budget": arena * weight + 4096}
-    with on_disk(managed, "cpu", tmp_path, **sizes) as manager:
+    depth = 40
+    with chain(tmp_path, depth, memory, arena) as (manager, managed, resident):
         assert len(manager.layers) == depth - kept
         x = torch.randn(2, 128)
         read = [0]
@@ -733,7 +716,7 @@ def test_training_reads_no_more_than_the_least(tmp_path, memory, arena, kept):
                 model(x).sum().backward()
             assert_same(managed.shift.grad, resident.shift.grad)
             read.append(read_bytes(manager))
-        least = 2 * (depth - memory - arena) * weight
+        least = 2 * (depth - memory - arena) * LAYER
         assert least > 0 and (read[-1] - read[-4]) / 3 <= 1.02 * least
 
 
@@ -759,19 +742,13 @@ def train_step(manager, managed, resident, x):
 # four are within the 2%.
 @pytest.mark.parametrize(("memory", "arena"), [(0, 40), (0, 160), (60, 60), (120, 40), (40, 100)])
 def test_sampling_reads_no_more_than_the_least(tmp_path, memory, arena):
-    depth, weight = 400, 4 * 128 * 128
-    torch.manual_seed(0)
-    resident = Chain(depth)
-    save_file(resident.state_dict(), tmp_path / "model.safetensors")
-    with oracle_offload.empty_weights():
-        managed = Chain(depth)
-    sizes = {"ram_budget": memory * weight + 4096, "vram_budget": arena * weight + 4096}
-    with on_disk(managed, "cpu", tmp_path, **sizes) as manager:
+    depth = 400
+    with chain(tmp_path, depth, memory, arena) as (manager, managed, resident):
         assert len(manager.layers) == depth
         x = torch.randn(2, 128)
-        least = (depth - memory - arena) * weight
+        least = (depth - memory - arena) * LAYER
         read = [sweep(manager, managed, resident, x) for _ in range(16)]
-        assert least >= 240 * weight and sum(read[-4:]) / 4 <= 1.02 * least
+        assert least >= 240 * LAYER and sum(read[-4:]) / 4 <= 1.02 * least
         # Training finds the arena full of others, and its own way back after a step.
         read = [train_step(manager, managed, resident, x) for _ in range(3)]
         assert sum(read[1:]) / 2 <= 1.02 * 2 * least
@@ -973,7 +950,7 @@ def test_what_memory_kept_goes_at_detach(tmp_path):
 
 
 def test_a_network_mount_is_refused(tmp_path, monkeypatch):
-    _, path = saved(tmp_path)
+    _, _, path = saved(tmp_path)
     monkeypatch.setattr("oracle_offload.model.on_disk.remote_kind", lambda path: "nfs4")
     with pytest.raises(OffloadError, match=r"network mount \(nfs4\).*copy it to a local disk"):
         oracle_offload.attach(without_values(), "cpu", weights=path, disk=True, ram_budget="300KiB")
@@ -983,8 +960,7 @@ def test_a_network_mount_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_recording_has_what_was_read(tmp_path):
-    _, path = saved(tmp_path)
-    managed = without_values()
+    _, managed, path = saved(tmp_path)
     trained = [parameter for parameter in managed.parameters() if parameter.requires_grad]
     with on_disk(managed, "cpu", path) as manager:
         optimizer = torch.optim.SGD(trained, lr=1e-2)
@@ -999,8 +975,7 @@ def test_a_recording_has_what_was_read(tmp_path):
 
 
 def test_the_summary_says_what_is_in_files(tmp_path):
-    resident, path = saved(tmp_path)
-    managed = without_values()
+    resident, managed, path = saved(tmp_path)
     with on_disk(managed, "cpu", path) as manager:
         assert "0 B of 144.00 KiB there" in str(manager.memory_summary())
         step(managed)
@@ -1017,8 +992,7 @@ def test_numbers_and_the_live_view_have_the_disk(tmp_path):
     from oracle_offload.observe import Meter, heartbeat
     from oracle_offload.observe.live import Live
 
-    resident, path = saved(tmp_path)
-    managed = without_values()
+    resident, managed, path = saved(tmp_path)
     with on_disk(managed, "cpu", path) as manager:
         optimizer = torch.optim.SGD(managed.parameters(), lr=1e-2)
         meter = Meter("cpu")

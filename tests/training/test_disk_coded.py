@@ -26,21 +26,20 @@ SMALLER = 0.72  # of Gaussian weights, with room for the beginnings of files' pa
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """A cache of the test's own; returns the folder of compressed weights."""
-    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "coded"
+def cache(cache_folder):
+    """The folder of compressed weights."""
+    return cache_folder / "coded"
 
 
 def saved(tmp_path, **options):
-    """Return a model with weights as training makes them, and the file that has them."""
+    """Return a model with weights as training makes them, one without any, and their file."""
     torch.manual_seed(0)
     model = test_disk.Tower(dtype=torch.bfloat16, **options)
     for block in model.blocks:
         nn.init.normal_(block.base.weight, std=0.02)
     path = tmp_path / "model.safetensors"
     oracle_offload.save_weights(model, path)
-    return model, path
+    return model, coded_tower(**options), path
 
 
 def coded_tower(**options):
@@ -62,8 +61,7 @@ def content(folder):
 
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "not"])
 def test_training_is_that_of_the_resident_model(device, tmp_path, reentrant):
-    resident, path = saved(tmp_path, reentrant=reentrant)
-    managed = coded_tower(reentrant=reentrant)
+    resident, managed, path = saved(tmp_path, reentrant=reentrant)
     with compressed(managed, device, path) as manager:
         on_files = len(coded_layers(manager))
         stats = stats_of(manager)
@@ -86,7 +84,7 @@ def test_training_is_that_of_the_resident_model(device, tmp_path, reentrant):
 
 
 def test_the_next_attach_reads_headers_alone(device, tmp_path, cache, monkeypatch):
-    resident, path = saved(tmp_path)
+    resident, _, path = saved(tmp_path)
     for number in range(2):
         managed = coded_tower()
         with compressed(managed, device, path) as manager:
@@ -100,7 +98,7 @@ def test_the_next_attach_reads_headers_alone(device, tmp_path, cache, monkeypatc
 
 def test_what_was_written_this_moment_is_coded_a_moment_later(tmp_path, monkeypatch):
     """Else another write in the same tick of the clock would leave the file's time as it is."""
-    _, path = saved(tmp_path)
+    _, _, path = saved(tmp_path)
     written, slept = max(path.stat().st_mtime_ns, path.stat().st_ctime_ns), []
     clock = SimpleNamespace(
         time_ns=lambda: written + len(slept) * coded_files._TICK_NS, sleep=slept.append
@@ -111,9 +109,9 @@ def test_what_was_written_this_moment_is_coded_a_moment_later(tmp_path, monkeypa
 
 
 def test_sampling_locks_what_memory_keeps(device, tmp_path):
-    resident, path = saved(tmp_path)
+    resident, managed, path = saved(tmp_path)
     resident.to(device).requires_grad_(False)
-    managed = coded_tower().requires_grad_(False)
+    managed.requires_grad_(False)
     with compressed(managed, device, path, compress="auto") as manager, torch.no_grad():
         assert len(coded_layers(manager)) >= DEPTH / 2
         for _ in range(4):
@@ -125,8 +123,8 @@ def test_sampling_locks_what_memory_keeps(device, tmp_path):
 
 
 def test_memory_changes_when_what_has_sampled_is_trained(device, tmp_path):
-    resident, path = saved(tmp_path)
-    managed = coded_tower().eval()
+    resident, managed, path = saved(tmp_path)
+    managed.eval()
     with compressed(managed, device, path) as manager:
         in_memory = manager.attachment._in_memory
         for samples in (True, False):
@@ -143,7 +141,7 @@ def test_memory_changes_when_what_has_sampled_is_trained(device, tmp_path):
 
 
 def test_a_disk_that_sets_the_pace_is_read_in_less_time(tmp_path):
-    resident, path = saved(tmp_path)
+    resident, _, path = saved(tmp_path)
     resident.requires_grad_(False)
     arena, seconds = 180 * 1024, {}
     with simulator.device(disk_gbps=0.05, disk_latency_s=0.0):
@@ -167,8 +165,7 @@ def test_a_disk_that_sets_the_pace_is_read_in_less_time(tmp_path):
 
 @pytest.mark.parametrize("how", ["in place", "data", "load_state_dict"])
 def test_a_weight_that_is_written_is_used_as_it_is_then(device, tmp_path, how):
-    resident, path = saved(tmp_path)
-    managed = coded_tower()
+    resident, managed, path = saved(tmp_path)
     with compressed(managed, device, path) as manager:
         names = coded_layers(manager)
         assert_models_agree(managed, resident, step, steps=1, device=device)
@@ -191,8 +188,7 @@ def test_a_weight_that_is_written_is_used_as_it_is_then(device, tmp_path, how):
 
 
 def test_a_weight_that_is_trained_later_leaves_its_code(device, tmp_path):
-    resident, path = saved(tmp_path)
-    managed = coded_tower()
+    resident, managed, path = saved(tmp_path)
     with compressed(managed, device, path) as manager:
         name = coded_layers(manager)[0]
         for model in (managed, resident):
@@ -208,10 +204,10 @@ def test_a_weight_that_is_trained_later_leaves_its_code(device, tmp_path):
 
 
 def test_a_file_that_was_written_is_coded_again(tmp_path, cache):
-    _, path = saved(tmp_path)
+    _, _, path = saved(tmp_path)
     with compressed(coded_tower(), "cpu", path):
         before = set(content(cache))
-    other, _ = saved(tmp_path)
+    other, *_ = saved(tmp_path)
     with torch.no_grad():
         other.blocks[3].base.weight[0] = 1.0
     oracle_offload.save_weights(other, tmp_path / "other.safetensors")
@@ -225,8 +221,7 @@ def test_a_file_that_was_written_is_coded_again(tmp_path, cache):
 
 
 def test_codes_that_are_written_while_they_are_read_are_refused_by_name(device, tmp_path, cache):
-    resident, path = saved(tmp_path)
-    managed = coded_tower()
+    resident, managed, path = saved(tmp_path)
     with compressed(managed, device, path, ram_budget="80KiB"):
         assert_models_agree(managed, resident, step, steps=1, device=device)
         (coded,) = cache.iterdir()
@@ -243,12 +238,11 @@ def test_codes_that_are_written_while_they_are_read_are_refused_by_name(device, 
 
 @pytest.mark.parametrize("damage", ["empty", "cut off", "no header"])
 def test_a_damaged_file_of_the_cache_is_made_again(tmp_path, cache, caplog, damage):
-    resident, path = saved(tmp_path)
+    resident, managed, path = saved(tmp_path)
     with compressed(coded_tower(), "cpu", path):
         (coded,) = cache.iterdir()
     whole = coded.read_bytes()
     coded.write_bytes({"empty": b"", "cut off": whole[:-1], "no header": b"\1" * 99}[damage])
-    managed = coded_tower()
     with compressed(managed, "cpu", path) as manager:
         assert f"'{coded}' is damaged" in caplog.text
         assert len(coded_layers(manager)) >= DEPTH / 2
@@ -257,10 +251,9 @@ def test_a_damaged_file_of_the_cache_is_made_again(tmp_path, cache, caplog, dama
 
 
 def test_without_a_cache_weights_are_read_as_they_are(tmp_path, monkeypatch, caplog):
-    resident, path = saved(tmp_path)
+    resident, managed, path = saved(tmp_path)
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path / "file"))
-    managed = coded_tower()
     with compressed(managed, "cpu", path) as manager:
         assert "are read from" in caplog.text and "ORACLE_OFFLOAD_CACHE_DIR" in caplog.text
         assert not coded_layers(manager) and disk_bytes(manager) >= WEIGHT
@@ -268,19 +261,18 @@ def test_without_a_cache_weights_are_read_as_they_are(tmp_path, monkeypatch, cap
 
 
 def test_ctrl_c_while_files_are_coded_leaves_nothing(tmp_path, cache, monkeypatch):
-    resident, path = saved(tmp_path)
+    resident, managed, path = saved(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(coded_files, "pays", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt), compressed(coded_tower(), "cpu", path):
             pass
     assert not content(cache)
-    managed = coded_tower()
     with compressed(managed, "cpu", path):
         assert_models_agree(managed, resident, step)
 
 
 def test_a_file_that_is_written_while_it_is_coded_is_refused(tmp_path, cache, monkeypatch):
-    _, path = saved(tmp_path)
+    _, _, path = saved(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(coded_files, "pays", lambda *_: bool(os.utime(path, ns=(0, 0))))
         with (
@@ -292,7 +284,7 @@ def test_a_file_that_is_written_while_it_is_coded_is_refused(tmp_path, cache, mo
 
 
 def test_use_is_noted_without_a_write(tmp_path, cache):
-    _, path = saved(tmp_path)
+    _, _, path = saved(tmp_path)
     with compressed(coded_tower(), "cpu", path):
         (coded,) = cache.iterdir()
     os.utime(coded, ns=(0, 10**9))
@@ -305,8 +297,7 @@ def test_use_is_noted_without_a_write(tmp_path, cache):
 
 @pytest.mark.parametrize("compress", ["lossless", "auto"])
 def test_what_memory_has_room_for_is_coded_too(device, tmp_path, compress):
-    resident, path = saved(tmp_path)
-    managed = coded_tower()
+    resident, managed, path = saved(tmp_path)
     sizes = {"ram_budget": "1GiB", "compress": compress}
     with compressed(managed, device, path, **sizes) as manager:
         assert len(coded_layers(manager)) == DEPTH and disk_bytes(manager) == 0
@@ -319,8 +310,7 @@ def test_auto_says_that_the_device_cannot_decode(tmp_path, monkeypatch, caplog):
         raise OffloadError("no kernels")
 
     monkeypatch.setattr(Arena, "check_staging", refuse)
-    resident, path = saved(tmp_path)
-    managed = coded_tower()
+    resident, managed, path = saved(tmp_path)
     with compressed(managed, "cpu", path, compress="auto") as manager:
         assert "compress='auto': the device cannot decode: no kernels" in caplog.text
         assert "cannot decode" in manager.attachment.compressed_because
@@ -335,7 +325,7 @@ def test_auto_says_that_the_device_cannot_decode(tmp_path, monkeypatch, caplog):
 def test_what_another_process_does_to_the_name_does_not_matter(
     tmp_path, cache, monkeypatch, caplog, what, times
 ):
-    resident, path = saved(tmp_path)
+    resident, _, path = saved(tmp_path)
     left, opened = [times], coded_files._open
 
     def open_and_lose(name):

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from equality import assert_same, attached
+from equality import FailsAt, assert_same, attached
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle_offload import NoRoomError, OffloadError
 from oracle_offload.host import remembered
@@ -173,21 +172,6 @@ def test_no_attempt_leaves_a_trace_and_training_goes_on_with_the_same_bits(fresh
         assert_same(run.state()[0], other.state()[0])
 
 
-class FailAt(TorchDispatchMode):
-    """Memory runs out at one operator of the attempts, counted from the first."""
-
-    def __init__(self, number=None):
-        super().__init__()
-        self.number, self.count, self.armed = number, 0, False
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if self.armed:
-            self.count += 1
-            if self.count == self.number:
-                raise torch.OutOfMemoryError(f"planted at operator {self.count}")
-        return function(*args, **(kwargs or {}))
-
-
 def test_running_out_of_memory_at_any_operator_leaves_no_trace():
     run = Run()
     run.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, 1))
@@ -199,18 +183,18 @@ def test_running_out_of_memory_at_any_operator_leaves_no_trace():
         before, honest = run.state(), run.step
 
         def find(number):
-            mode = FailAt(number)
+            armed = []
 
             def step(size):
-                mode.armed = True
+                armed.append(size)
                 try:
                     honest(size)
                 finally:
-                    mode.armed = False
+                    armed.clear()
 
             run.step = step
             acquires = manager.state.engine.stats()["acquires"]
-            with mode:
+            with FailsAt(number, lambda: bool(armed)) as mode:
                 result = run.find(maximum=2, steps=1)
             assert manager.state.engine.stats()["acquires"] > acquires
             assert_untouched(run, before)

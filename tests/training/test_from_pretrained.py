@@ -28,101 +28,64 @@ from oracle_offload.errors import OffloadError
 from oracle_offload.train import pretrained
 
 
-def t5():
-    from transformers import T5Config, T5EncoderModel
+def of_transformers(name, config, **sizes):
+    """Return what makes a model of a class of transformers, of such a configuration."""
 
-    return T5EncoderModel(
-        T5Config(vocab_size=100, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
-    )
+    def make():
+        import transformers
 
+        return getattr(transformers, name)(getattr(transformers, config)(**sizes))
 
-def clip():
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
-    sizes = dict(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-    return CLIPTextModelWithProjection(
-        CLIPTextConfig(**sizes, num_attention_heads=4, max_position_embeddings=16)
-    )
+    return make
 
 
-def gpt_oss():
-    from transformers import GptOssConfig, GptOssForCausalLM
+def of_diffusers(name, **sizes):
+    """Return what makes a model of a class of diffusers."""
 
-    sizes = dict(vocab_size=100, hidden_size=64, intermediate_size=32, num_hidden_layers=2)
-    return GptOssForCausalLM(
-        GptOssConfig(
-            **sizes,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            use_cache=False,
-        )
-    )
+    def make():
+        import diffusers
+
+        return getattr(diffusers, name)(**sizes)
+
+    return make
 
 
-def pixart():
-    from diffusers import PixArtTransformer2DModel
-
-    return PixArtTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
-        out_channels=8,
-        num_layers=2,
-        cross_attention_dim=16,
-        caption_channels=16,
-        sample_size=8,
-        use_additional_conditions=False,
-    )
-
-
-def qwen_image():
-    from diffusers import QwenImageTransformer2DModel
-
-    return QwenImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        axes_dims_rope=(8, 4, 4),
-    )
-
-
-def wan():
-    from diffusers import WanTransformer3DModel
-
-    return WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=16,
-        freq_dim=32,
-        ffn_dim=32,
-        num_layers=2,
-        rope_max_seq_len=32,
-    )
-
-
+TEXT = dict(vocab_size=100, num_attention_heads=4, num_hidden_layers=2)
+EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2, use_cache=False)
+IMAGE = dict(num_attention_heads=2, num_layers=2)
 BUILDS = {
     "llama": models.llama,
     "llama-tied": lambda: models.llama(tie_word_embeddings=True),
     "mixtral": models.mixtral,
     "qwen2-moe": models.qwen2_moe,
-    "gpt-oss": gpt_oss,
-    "t5": t5,
-    "clip": clip,
+    "gpt-oss": of_transformers(
+        *("GptOssForCausalLM", "GptOssConfig"), **TEXT, **EXPERTS, num_key_value_heads=2,
+        hidden_size=64, intermediate_size=32, head_dim=16,
+    ),
+    "t5": of_transformers(
+        *("T5EncoderModel", "T5Config"), vocab_size=100, d_model=32, d_kv=8, d_ff=64,
+        num_layers=2, num_heads=4,
+    ),
+    "clip": of_transformers(
+        *("CLIPTextModelWithProjection", "CLIPTextConfig"), **TEXT, hidden_size=32,
+        intermediate_size=64, max_position_embeddings=16,
+    ),
     "flux": models.flux,
     "unet": models.unet,
     "autoencoder": models.autoencoder,
-    "pixart": pixart,
-    "qwen-image": qwen_image,
-    "wan": wan,
-}
+    "pixart": of_diffusers(
+        "PixArtTransformer2DModel", **IMAGE, attention_head_dim=8, in_channels=4, out_channels=8,
+        cross_attention_dim=16, caption_channels=16, sample_size=8, use_additional_conditions=False,
+    ),
+    "qwen-image": of_diffusers(
+        "QwenImageTransformer2DModel", **IMAGE, attention_head_dim=16, in_channels=16,
+        out_channels=4, joint_attention_dim=16, axes_dims_rope=(8, 4, 4),
+    ),
+    "wan": of_diffusers(
+        "WanTransformer3DModel", **IMAGE, attention_head_dim=12, in_channels=4, out_channels=4,
+        text_dim=16, freq_dim=32, ffn_dim=32, rope_max_seq_len=32,
+    ),
+}  # fmt: skip
 
 
 def saved(name, folder, dtype=torch.float32):
@@ -161,19 +124,18 @@ def assert_same_model(found, expected):
         }
 
 
-@pytest.mark.parametrize("name", BUILDS)
-def test_the_model_is_the_librarys_own(tmp_path, name):
-    kind = saved(name, tmp_path)
-    expected = kind.from_pretrained(tmp_path)
-    model = oracle_offload.from_pretrained(kind, tmp_path, "cpu")
+def assert_loads(kind, folder, expected=None, **options):
+    """Assert that the model of a folder is the library's own, and return it, detached."""
+    model = oracle_offload.from_pretrained(kind, folder, "cpu", **options)
     assert model._memory_manager.layers
-    assert_same_model(model, expected)
-    model._memory_manager.detach()
+    assert_same_model(model, expected or kind.from_pretrained(folder, **options))
+    return model._memory_manager.detach()
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
+        *((name, None) for name in BUILDS),
         ("mixtral", torch.bfloat16),
         ("t5", torch.bfloat16),
         ("t5", torch.float16),  # a part stays in float32
@@ -182,17 +144,12 @@ def test_the_model_is_the_librarys_own(tmp_path, name):
     ],
     ids=str,
 )
-def test_the_dtype_that_is_asked_for_is_the_librarys(tmp_path, name, dtype):
-    kind = saved(name, tmp_path)
-    expected = kind.from_pretrained(tmp_path, dtype=dtype)
-    model = oracle_offload.from_pretrained(kind, tmp_path, "cpu", dtype=dtype)
-    assert_same_model(model, expected)
-    model._memory_manager.detach()
+def test_the_model_is_the_librarys_own_of_the_dtype_that_is_asked_for(tmp_path, name, dtype):
+    assert_loads(saved(name, tmp_path), tmp_path, **({} if dtype is None else {"dtype": dtype}))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
 def test_a_file_with_the_names_of_the_model_is_read_as_it_is(tmp_path, name):
-    torch.manual_seed(0)
     expected = BUILDS[name]().eval()
     try:
         expected.save_pretrained(tmp_path, save_original_format=False)
@@ -201,17 +158,13 @@ def test_a_file_with_the_names_of_the_model_is_read_as_it_is(tmp_path, name):
     opened = Checkpoint(tmp_path)
     opened.close()
     assert {n for n, _ in expected.named_parameters()} == opened.tensors.keys()
-    model = oracle_offload.from_pretrained(type(expected), tmp_path, "cpu")
-    assert_same_model(model, expected)
-    model._memory_manager.detach()
+    assert_loads(type(expected), tmp_path, expected)
 
 
 def test_the_dtype_of_the_configuration_is_taken(tmp_path):
     kind = saved("llama", tmp_path, torch.bfloat16)
-    model = oracle_offload.from_pretrained(kind, tmp_path, "cpu")
+    model = assert_loads(kind, tmp_path)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert_same_model(model, kind.from_pretrained(tmp_path))
-    model._memory_manager.detach()
 
 
 @pytest.mark.parametrize(
@@ -233,11 +186,8 @@ def test_auto_classes_and_the_settings_of_generation(tmp_path):
 
     saved("llama", tmp_path)
     GenerationConfig(max_new_tokens=7, temperature=0.3, do_sample=True).save_pretrained(tmp_path)
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path)
-    model = oracle_offload.from_pretrained(AutoModelForCausalLM, tmp_path, "cpu")
-    assert_same_model(model, expected)
+    model = assert_loads(AutoModelForCausalLM, tmp_path)
     assert model.generation_config.max_new_tokens == 7
-    model._memory_manager.detach()
 
 
 def test_a_name_of_the_hub_is_no_folder(tmp_path, monkeypatch):
@@ -259,11 +209,8 @@ def test_a_part_of_a_pipeline_and_the_hub_cache(tmp_path):
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     kind = saved("flux", snapshot / "transformer")
     expected = kind.from_pretrained(snapshot, subfolder="transformer")
-    model = oracle_offload.from_pretrained(
-        kind, tmp_path / "models--a--b", "cpu", subfolder="transformer", ram_budget="offloaded"
-    )
-    assert_same_model(model, expected)
-    model._memory_manager.detach()
+    options = {"subfolder": "transformer", "ram_budget": "offloaded"}
+    assert_loads(kind, tmp_path / "models--a--b", expected, **options)
 
 
 # ---- the library's own conversion of names ----
@@ -405,11 +352,8 @@ def test_every_rule_does_what_the_library_does(tmp_path, monkeypatch, what):
     asked = rule(kind, [rules[what]])
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", asked)
     monkeypatch.setattr(utils, "get_model_conversion_mapping", asked, raising=False)
-    expected = kind.from_pretrained(tmp_path)
-    assert_same_model(expected, plain)
-    model = oracle_offload.from_pretrained(kind, tmp_path, "cpu")
-    assert_same_model(model, expected)
-    model._memory_manager.detach()
+    assert_same_model(kind.from_pretrained(tmp_path), plain)
+    assert_loads(kind, tmp_path)
 
 
 def test_a_rule_that_is_not_known_is_refused_by_name(tmp_path, monkeypatch):
@@ -489,10 +433,7 @@ def test_deprecated_names_of_diffusers_are_converted(tmp_path):
 
     change(tmp_path, edit)
     (tmp_path / "model.safetensors").rename(tmp_path / "diffusion_pytorch_model.safetensors")
-    expected = kind.from_pretrained(tmp_path)
-    model = oracle_offload.from_pretrained(kind, tmp_path, "cpu")
-    assert_same_model(model, expected)
-    model._memory_manager.detach()
+    assert_loads(kind, tmp_path)
 
 
 # ---- what is refused ----
@@ -517,7 +458,6 @@ def test_a_class_with_a_configuration_of_its_own_needs_no_entry_in_the_library(t
     class Own(LlamaForCausalLM):
         config_class = OwnConfig
 
-    torch.manual_seed(0)
     config = OwnConfig(**models.llama().config.to_dict() | {"model_type": OwnConfig.model_type})
     Own(config).save_pretrained(tmp_path)
     model = oracle_offload.from_pretrained(Own, tmp_path, "cpu")

@@ -479,7 +479,6 @@ def test_once_enabled_it_cleans_up_every_ten_steps_or_above_twelve_gb(host, monk
 
 
 def test_a_step_with_a_manager_and_a_monitor_has_the_same_bits(device, host):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     resident = copy.deepcopy(model).to(device)
     with attached(model, device) as attached_to:
