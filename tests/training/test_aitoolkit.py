@@ -92,13 +92,6 @@ def test_what_others_read_on_an_attached_model(device):
     assert not hasattr(model[0].weight, "_is_memory_managed")
 
 
-def test_ensure_cpu_pinned():
-    tensor = torch.randn(3)
-    assert manager_modules._ensure_cpu_pinned(None) is None
-    assert_same(manager_modules._ensure_cpu_pinned(tensor), tensor)
-    assert manager_modules._ensure_cpu_pinned(tensor).device.type == "cpu"
-
-
 def test_sync_grad_transfers_costs_nothing(device):
     model = mlp().requires_grad_(True)
     attach(model, device)
@@ -343,7 +336,7 @@ def test_to_is_idempotent_and_moves_no_byte(device):
     before = h2d_bytes(device)
     for _ in range(3):
         assert model.to(device) is model and model.to(device, dtype=torch.float32) is model
-        assert model.to("cpu") is model
+        assert model.to("cpu") is model and model.cpu() is model
     assert model.to(device) is model
     assert h2d_bytes(device) == before
     assert [p.data_ptr() for p in model.parameters()] == pointers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import pickle
 
 import models
 import pytest
@@ -225,6 +226,10 @@ def test_what_a_pickle_makes_is_an_ordinary_model(kind):
     model, kept = made(kind), io.BytesIO()
     with attached(model, "cpu", offload_percent=1.0):
         torch.save(model, kept)
+        check_is_ordinary(pickle.loads(pickle.dumps(model)), model, kind)
+        for part in model.modules():
+            shallow = copy.copy(part)
+            assert not is_managed(shallow) and isinstance(part, type(shallow))
     kept.seek(0)
     check_is_ordinary(torch.load(kept, weights_only=False), model, kind)
 

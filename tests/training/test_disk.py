@@ -400,15 +400,6 @@ def test_nothing_of_what_stays_is_read_at_attach(tmp_path):
         assert stats["pageable_bytes"] == 0
 
 
-def test_detach_and_another_attach(device, tmp_path):
-    resident, managed, path = saved(tmp_path)
-    for _ in range(2):
-        with on_disk(managed, device, path):
-            assert_models_agree(managed, resident, step, steps=1, device=device)
-        assert_same(managed.state_dict(), resident.state_dict())
-        managed = without_values()
-
-
 def test_another_arena_reads_the_same(device, tmp_path):
     resident, managed, path = saved(tmp_path)
     with on_disk(managed, device, path) as manager:
