@@ -152,15 +152,6 @@ def warnings(caplog):
     return lambda: [r.getMessage() for r in caplog.records if r.name == "oracle_offload"]
 
 
-@pytest.fixture
-def nothing_is_small(monkeypatch):
-    """No tensor stays because it is small, nor because few are together."""
-    from oracle_offload.model import selection
-
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
-
-
 @pytest.fixture(scope="session")
 def forks():
     """Processes of their own that have imported torch."""

@@ -51,10 +51,11 @@ class Recorder:
 
 
 class Through:
-    """Another object, but for the methods that a test writes itself."""
+    """Another object, but for what a test answers itself, by name or by methods of a subclass."""
 
-    def __init__(self, real: Any) -> None:
+    def __init__(self, real: Any, **answers: Any) -> None:
         self.real = real
+        vars(self).update(answers)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
@@ -318,14 +319,3 @@ def _compare(
                 wanted = gradients(resident)
                 itself = agreement_with_itself(resident, step, number, expected, wanted)
                 raise AssertionError(f"{error}; {itself}") from error
-
-
-class Instead:
-    """An engine, or whatever else, that answers some names otherwise and passes on the rest."""
-
-    def __init__(self, original: Any, **answers: Any) -> None:
-        self._original = original
-        vars(self).update(answers)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)

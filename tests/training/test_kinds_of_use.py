@@ -9,13 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from oracle_offload._core import BACKWARD, FORWARD, RECOMPUTE, RECORDED
-from oracle_offload.model import selection
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_small(monkeypatch):
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 
 class Product(nn.Module):

@@ -16,17 +16,11 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from oracle_offload import OffloadError, StaleWeightsError
 from oracle_offload.layers import compiled
 from oracle_offload.layers.compiled import Whole
-from oracle_offload.model import selection
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 WIDTH = 8
 ONE = "([True],'forward',(...,),{})"  # a call with one tensor
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_small(monkeypatch):
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
-    torch.manual_seed(0)
 
 
 class Stack(nn.Module):

@@ -19,10 +19,12 @@ from equality import as_deterministic_as, attached, count_acquires, gradients, i
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oracle_offload.model import selection
 from oracle_offload.model.witness import Witness
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own modules' of their arguments
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # torch's own modules' of their arguments
+    pytest.mark.usefixtures("nothing_is_small"),
+]
 MODULES = (
     *("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "Bilinear", "Conv1d", "Conv2d", "Conv3d"),
     *("ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Embedding", "GRU", "GRUCell"),
@@ -48,12 +50,6 @@ def listed():
     for key in os.environ.keys() - kept.keys():
         del os.environ[key]
     return {info.name.removeprefix("nn."): info for info in common.module_db}
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_small(monkeypatch):
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
 
 
 class Watches(TorchDispatchMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from equality import (
-    Instead,
+    Through,
     agreement_with_itself,
     as_deterministic_as,
     assert_models_agree,
@@ -81,7 +81,7 @@ def test_a_missing_wait_fails_the_suite(sim):
     state = manager_.state
     other = sim.create_stream()
     engine = state.engine
-    state.engine = Instead(engine, use=lambda member, _, *rest: engine.use(member, other, *rest))
+    state.engine = Through(engine, use=lambda member, _, *rest: engine.use(member, other, *rest))
     try:
         assert_models_agree(managed, resident, step)
         noticed = bool(sim.reports())

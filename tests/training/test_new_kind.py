@@ -8,7 +8,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from equality import assert_models_agree, attached
-from models import Checkpointed
+from models import Tower
 from torch import nn
 from torch.nn import functional as F
 
@@ -65,7 +65,7 @@ def block():
 @pytest.mark.parametrize("trains", ["", "bias", "weight", "weight bias"])
 def test_a_kind_that_a_test_adds_has_the_residents_bits(checkpointed, trains, monkeypatch):
     monkeypatch.setattr(kinds, "KINDS", [*kinds.KINDS, LayerNormLayer])
-    managed = Checkpointed(*(block() for _ in range(4)), reentrant=checkpointed)
+    managed = Tower(*(block() for _ in range(4)), reentrant=checkpointed)
     for name, parameter in managed.named_parameters():
         nn.init.normal_(parameter)
         parameter.requires_grad_("norm" in name and name.split(".")[-1] in trains.split())

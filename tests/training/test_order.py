@@ -12,8 +12,8 @@ from pathlib import Path
 import models
 import pytest
 import torch
-from equality import Instead, assert_models_agree, attached, resident_pair
-from models import Checkpointed
+from equality import Through, assert_models_agree, attached, resident_pair
+from models import Tower
 from torch import nn
 
 import oracle_offload
@@ -31,7 +31,7 @@ def tower(depth=16, reentrant=False):
     """Checkpointed blocks of three layers of 64 KiB, and a norm, which alone is trained."""
     torch.manual_seed(0)
     blocks = models.tower(depth, leaves=3).requires_grad_(False)
-    parts = {"blocks": Checkpointed(*blocks, reentrant=reentrant), "norm": nn.LayerNorm(128)}
+    parts = {"blocks": Tower(*blocks, reentrant=reentrant), "norm": nn.LayerNorm(128)}
     return nn.Sequential(OrderedDict(parts))
 
 
@@ -188,7 +188,7 @@ def test_seconds_are_kept_with_the_speed_of_a_link_alone(path, monkeypatch):
             file = order.OrderFile(path)
             file.tell(manager.attachment)
             with monkeypatch.context() as patched:
-                patched.setattr(manager.state, "engine", Instead(engine, pace=pace))
+                patched.setattr(manager.state, "engine", Through(engine, pace=pace))
                 file.keep(manager.attachment)
             known = order.read(path, order.fingerprint_of(manager.attachment), 48)
             assert (known.pace and known.pace.link_bps) == (link_bps or None)

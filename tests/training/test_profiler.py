@@ -8,7 +8,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from equality import attached
-from models import Checkpointed
+from models import Tower
 from torch import nn
 from torch.autograd import profiler
 
@@ -19,7 +19,7 @@ def net(reentrant=None):
     """A table, checkpointed blocks, and a cell, which is lent to its own forward."""
     parts = {
         "table": nn.Embedding(200, 128),
-        "blocks": Checkpointed(
+        "blocks": Tower(
             *(nn.Sequential(nn.Linear(128, 128)) for _ in range(3)), reentrant=reentrant
         ),
         "cell": nn.GRUCell(128, 128),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from equality import assert_same, attached, gradients, is_simulated
-from models import Checkpointed
+from models import Tower
 from test_late_gradients import Tied
 from test_thread_state import StopsAt, are_same
 from torch import nn
@@ -179,7 +179,7 @@ def test_weights_stay_in_the_arena_over_rounds_and_steps(device, reentrant, witn
     if witness and not device.startswith("cpu"):
         pytest.skip("torch's own device types see to it")
     layers = a_stack()
-    managed = Checkpointed(*(layers[n : n + 2] for n in range(0, 8, 2)), reentrant=reentrant)
+    managed = Tower(*(layers[n : n + 2] for n in range(0, 8, 2)), reentrant=reentrant)
     weights = sum(p.nbytes for p in managed.parameters())
     run = streamed(managed, device, OPTIMIZERS[name], offload_percent=0.0)
     with run as (manager, models, optimizers):

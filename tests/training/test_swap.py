@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import Instead, assert_models_agree, attached, resident_pair
+from equality import Through, assert_models_agree, attached, resident_pair
 from ostris import to_ostris
 from torch import Tensor, nn
 
@@ -502,7 +502,7 @@ def test_what_is_set_on_a_layer_is_told_where_it_computes_nothing_without(what: 
             heard.append(layer.name)
             attachment.let_go_soon(layer)
 
-        layer.attachment = Instead(attachment, let_go_soon=let_go_soon)
+        layer.attachment = Through(attachment, let_go_soon=let_go_soon)
         change(model[0])
         layer.attachment = attachment
         assert heard == (["0"] if told else [])

@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 from equality import (
-    Instead,
+    Through,
     assert_models_agree,
     assert_same,
     attached,
@@ -603,7 +603,7 @@ def test_weights_are_fetched_ahead_in_the_second_micro_batch_of_a_step(reentrant
     """The first use of a forward tells that it is one of training, wherever it is recorded."""
     torch.manual_seed(0)
     blocks = (nn.Linear(64, 64) for _ in range(24))
-    model = nn.Sequential(nn.Embedding(32, 64), models.Checkpointed(*blocks, reentrant=reentrant))
+    model = nn.Sequential(nn.Embedding(32, 64), models.Tower(*blocks, reentrant=reentrant))
     ids = torch.arange(8)
     with attached(model, "cpu", offload_percent=1.0) as manager:
         assert "0" in [layer.name for layer in manager.layers]
@@ -662,7 +662,7 @@ def test_a_layer_called_while_another_thread_follows_its_weight_takes_the_new_on
             thread.join(0.2)  # it has borrowed by then, or waits
             return answer
 
-        state.stream, state.engine = stream, Instead(engine, move_member=move_member)
+        state.stream, state.engine = stream, Through(engine, move_member=move_member)
         thread = threading.Thread(target=lambda: found.append(managed(x)))
         thread.start()
         assert checked.wait(30)
@@ -688,7 +688,7 @@ def test_a_move_that_the_engine_refuses_leaves_the_layer_as_it_was():
 
         managed(x)
         managed[0].weight.data = managed[0].weight.data * 2
-        state.engine = Instead(engine, move_member=refuse)
+        state.engine = Through(engine, move_member=refuse)
         with pytest.raises(OffloadError, match="not now"):
             managed(x)
         state.engine = engine
