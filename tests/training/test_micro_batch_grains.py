@@ -41,15 +41,15 @@ class Net(nn.Module):
         return self.head(self.act(x))
 
 
-class Table(Net):
+class Table(nn.Module):
     """Its own Parameter is lent to all of its forward."""
 
-    def __init__(self, blocks: int = 6) -> None:
-        super().__init__(blocks)
-        self.table = nn.Parameter(torch.randn(600, 64))
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.table = inner, nn.Parameter(torch.randn(600, 64))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.table[:1])
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x + self.table[:1])
 
 
 def grains_named(model: nn.Module, **options: Any) -> tuple[list[str], list[str]]:
@@ -72,11 +72,17 @@ def test_grains_are_the_blocks_where_they_are_small_beside_the_arena() -> None:
 
 
 def test_grains_are_layers_where_a_block_is_large_beside_the_arena() -> None:
-    assert grains_named(Net(head=4)) == ([*PARTS, "head"], [])
     assert grains_named(Net(head=4), ignore_modules=["head", "blocks.2"]) == (
         [part for part in PARTS if "blocks.2" not in part],
         [],
     )
+
+
+def test_a_grain_is_the_largest_module_up_to_a_quarter_of_the_arena() -> None:
+    model = Net(head=4)
+    nbytes = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
+    assert grains_named(model, vram_budget=4 * nbytes) == ([*BLOCKS, "head"], [])
+    assert grains_named(model, vram_budget=4 * nbytes - 256) == ([*PARTS, "head"], [])
 
 
 def test_a_compiled_block_is_one_grain_however_large() -> None:
@@ -143,9 +149,9 @@ def test_a_model_that_is_gone_has_no_grains() -> None:
 
 
 def test_what_lends_around_grains_is_told_from_the_outside_in() -> None:
-    assert grains_named(Table()) == ([*BLOCKS, "head"], [""])
-    nested = [f"0.{name}" for name in (*BLOCKS, "head")]
-    assert grains_named(nn.Sequential(Table())) == (nested, ["0"])
+    """As a call takes turns, or two threads wait for each other."""
+    nested = [f"0.inner.inner.{name}" for name in (*BLOCKS, "head")]
+    assert grains_named(nn.Sequential(Table(Table(Net())))) == (nested, ["0", "0.inner"])
 
 
 def test_there_are_no_grains_where_all_weights_have_room() -> None:
