@@ -75,6 +75,30 @@ class FailsAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Products(TorchDispatchMode):
+    """Keeps which products run, and the geometry of what they multiply or add."""
+
+    NAMES = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "add")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::").removesuffix("_")  # in place or not
+        if name in self.NAMES:
+            tensors = [a for a in args if isinstance(a, Tensor)]
+            self.ran.append((name, *map(self.geometry, tensors)))
+        return result
+
+    @staticmethod
+    def geometry(tensor: Tensor) -> list[tuple[int, int]]:
+        """Return sizes and strides; the stride of a single element means nothing."""
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        return [(size, stride if size > 1 else 0) for size, stride in sizes]
+
+
 def resident_pair(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """Return the model to attach and an equal one that stays resident."""
     return model, copy.deepcopy(model)

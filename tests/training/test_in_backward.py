@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -11,6 +12,7 @@ import time
 import pytest
 import torch
 from equality import assert_same, attached
+from models import Tower
 from test_late_gradients import Raises
 from test_stepping import OPTIMIZERS, Net, assert_alike, backward, build, cloned
 from torch import nn
@@ -36,19 +38,46 @@ def small_batches(request, monkeypatch):
     return request.param
 
 
+apart = pytest.mark.parametrize("small_batches", ["apart"], indirect=True)
+
+
 def streamed(optimizer):
     return stream_optimizer(optimizer, during_backward=True)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@contextlib.contextmanager
+def pair(managed, device, make=OPTIMIZERS["adamw"], **options):
+    """Attach a model, whose optimizer steps in backward, next to a resident one with its own."""
+    models = managed, copy.deepcopy(managed).to(device)
+    with attached(managed, device, **options) as manager:
+        optimizers = [make(model.parameters()) for model in models]
+        streamed(optimizers[0])
+        yield manager, models, optimizers
 
 
 def after_one_step(models, kind, device):
     """Return the optimizers of models after a step; the first has made it in backward."""
     optimizers = [kind(model.parameters(), lr=0.1) for model in models]
     streamed(optimizers[0])
+    step_all(models, optimizers, 0, device)
+    return optimizers
+
+
+def step_all(models, optimizers, number, device, width=32, forward=nn.Module.__call__):
+    """Make a step of each model with the same input; return the losses."""
+    losses = []
     for model, optimizer in zip(models, optimizers, strict=True):
-        backward(model, 0, device)
+        torch.manual_seed(number)
+        loss = forward(model, torch.randn(4, width).to(device).requires_grad_()).square().mean()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return optimizers
+        losses.append(loss.detach())
+    return losses
 
 
 def moved(manager):
@@ -143,11 +172,8 @@ def test_schedulers_hooks_and_a_closure_see_one_step(device):
 
 def test_a_parameter_with_a_hook_is_stepped_afterwards(device):
     """The hook sees its gradient, and may change it."""
-    managed, resident, make = build(device, OPTIMIZERS["adamw"])
-    with attached(managed, device) as manager:
-        models, seen = (managed, resident), []
-        optimizers = [make(model.parameters()) for model in models]
-        streamed(optimizers[0])
+    with pair(Net(), device) as (manager, models, optimizers):
+        managed, seen = models[0], []
         for model in models:
             model.body[0].weight.register_hook(lambda gradient: 2 * gradient)
             model.body[1].bias.register_post_accumulate_grad_hook(
@@ -188,10 +214,9 @@ def test_no_copy_is_kept_for_an_optimizer_that_this_backward_steps_nothing_of(de
                 optimizer.zero_grad()
 
 
-def test_an_optimizer_that_is_gone_with_its_scheduler_leaves_its_parameters(device, small_batches):
+@apart
+def test_an_optimizer_that_is_gone_with_its_scheduler_leaves_its_parameters(device):
     """By their last references, as with plain torch, and without the garbage collector."""
-    if small_batches == "together":
-        pytest.skip("in units of their own")
     managed = Net()
     with attached(managed, device):
         former = torch.optim.AdamW(managed.parameters(), lr=0.1)
@@ -278,29 +303,23 @@ REFUSED = {
 @pytest.mark.parametrize("use", REFUSED)
 @pytest.mark.parametrize("reentrant", [None, True], ids=["plain", "reentrant"])
 def test_what_is_refused_before_anything_is_stepped(device, use, reentrant):
-    managed, resident, make = build(device, OPTIMIZERS["adamw"], reentrant)
-    with attached(managed, device) as manager:
+    with pair(Net(reentrant), device) as (manager, models, optimizers):
         assert len(manager.layers) == 4
-        optimizers = [make(model.parameters()) for model in (managed, resident)]
-        streamed(optimizers[0])
+        managed = models[0]
         before = cloned(managed.state_dict())
         with pytest.raises(OffloadError, match=f"AdamW steps in backward: .*{REFUSED[use]}"):
             use(managed, optimizers[0], device)
         gc.collect()
         assert_same(managed.state_dict(), before)
-        for model, optimizer in zip((managed, resident), optimizers, strict=True):
+        for optimizer in optimizers:
             optimizer.zero_grad()
-            backward(model, 1, device)
-            optimizer.step()
-        assert_alike((managed, resident), optimizers)
+        step_all(models, optimizers, 1, device)
+        assert_alike(models, optimizers)
 
 
 def test_a_second_backward_is_refused_until_the_step(device):
-    managed, resident, make = build(device, OPTIMIZERS["adamw"])
-    with attached(managed, device):
-        models = managed, resident
-        optimizers = [make(model.parameters()) for model in models]
-        streamed(optimizers[0])
+    with pair(Net(), device) as (_, models, optimizers):
+        managed, resident = models
         for model in models:
             backward(model, 0, device)
         with pytest.raises(OffloadError, match="by another backward"):
@@ -316,28 +335,13 @@ def test_a_second_backward_is_refused_until_the_step(device):
             optimizer.step()
             optimizer.zero_grad()
         assert_alike(models, optimizers)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            backward(model, 2, device)
-            optimizer.step()
+        step_all(models, optimizers, 2, device)
         assert_alike(models, optimizers)
-
-
-class Twice(nn.Module):
-    """One weight in two checkpoints."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        self.layer, self.reentrant = nn.Linear(32, 32), reentrant
-
-    def forward(self, x):
-        for _ in range(2):
-            x = checkpoint(lambda x: self.layer(x).tanh(), x, use_reentrant=self.reentrant)
-        return x
 
 
 def test_a_use_after_the_step_is_refused_and_nothing_goes_on(device, monkeypatch):
     """A reentrant checkpoint differentiates by itself; the other kind sums first."""
-    managed, resident = Twice(False), None
+    managed = Tower(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh())] * 2)  # one, twice
     resident = copy.deepcopy(managed).to(device)
     with attached(managed, device):
         models = managed, resident
@@ -485,9 +489,7 @@ def test_a_backward_that_raises_after_a_step_is_the_last(device, small_batches):
             assert_alike(models, optimizers)
             with pytest.raises(OffloadError, match="broken off before anything was stepped"):
                 optimizers[0].step()
-            for model, optimizer in zip(models, optimizers, strict=True):
-                backward(model, 1, device)
-                optimizer.step()
+            step_all(models, optimizers, 1, device)
             assert_alike(models, optimizers)
             return
         for call in (optimizers[0].step, lambda: backward(managed, 2, device)):
@@ -519,18 +521,14 @@ def test_a_step_is_refused_while_the_exception_of_its_backward_is_at_hand(device
         assert held.value.__traceback__ is not None
 
 
+@apart
 @pytest.mark.parametrize("call", ["cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuEventRecord"])
-def test_a_fault_of_the_driver_is_never_silent(sim, call, small_batches):
+def test_a_fault_of_the_driver_is_never_silent(sim, call):
     """At one call in several of one backward: completed, or refused, or untouched."""
     ends = {"completed": 0, "untouched": 0, "refused": 0}
-    if small_batches == "together":
-        pytest.skip("tried with what is stepped early")
     for nth in range(1, 31, 3):
-        managed, resident = Late(), Late()
-        with attached(managed, "cpu"):
-            models = managed, resident
-            optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
-            streamed(optimizers[0])
+        with pair(Late(), "cpu") as (_, models, optimizers):
+            managed, resident = models
             backward(resident, 0, "cpu")
             before = cloned(managed.state_dict())
             torch.manual_seed(0)
@@ -623,10 +621,9 @@ def test_an_interrupt_at_one_line_in_many_is_never_silent(device, small_batches)
 # ---- what is used while it is rewritten ----
 
 
-def test_a_weight_that_is_used_again_in_the_same_backward_is_the_stepped_one(device, small_batches):
+@apart
+def test_a_weight_that_is_used_again_in_the_same_backward_is_the_stepped_one(device):
     """By a hook, without grad: its copy waits until the weight is home."""
-    if small_batches == "together":
-        pytest.skip("nothing is stepped early")
     managed = Late()
     with attached(managed, device) as manager:
         assert len(manager.layers) == 5
@@ -663,10 +660,9 @@ class WithTable(nn.Module):
         return x + self.table(rows)
 
 
-def test_rows_that_are_read_in_the_same_backward_are_whole(sim, small_batches):
+@apart
+def test_rows_that_are_read_in_the_same_backward_are_whole(sim):
     """The device reads a table in place, before it is stepped or once that is home."""
-    if small_batches == "together":
-        pytest.skip("nothing is stepped early")
     sim.slow_link(0.001)
     managed, rows = WithTable(), torch.tensor([3, 1, 2, 0])
     with attached(managed, "cpu") as manager:
@@ -688,19 +684,13 @@ def test_rows_that_are_read_in_the_same_backward_are_whole(sim, small_batches):
             assert all(torch.equal(s, before) or torch.equal(s, after) for s in seen)
 
 
-def test_a_use_that_no_gradient_follows_ends_with_the_backward(device, monkeypatch, small_batches):
+@apart
+def test_a_use_that_no_gradient_follows_ends_with_the_backward(device, monkeypatch):
     """A hook sees the gradient: the copy that was kept for its step is not stepped."""
-    if small_batches == "together":
-        pytest.skip("in units of their own")
     monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
-    managed = wide()
-    resident = copy.deepcopy(managed).to(device)
-    models = managed, resident
-    with attached(managed, device, offload_percent=0.5) as manager:
+    with pair(wide(), device, sgd, offload_percent=0.5) as (manager, models, optimizers):
         for model in models:
             model[7].weight.register_hook(lambda gradient: 2 * gradient)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-        streamed(optimizers[0])
         kept = []
         own = in_backward.InBackward.keep
 
@@ -713,7 +703,7 @@ def test_a_use_that_no_gradient_follows_ends_with_the_backward(device, monkeypat
             for model, optimizer in zip(models, optimizers, strict=True):
                 torch.manual_seed(number)
                 model(torch.randn(4, 128).to(device).requires_grad_()).square().mean().backward()
-                if model is managed:
+                if model is models[0]:
                     assert not any(pins for *_, pins in manager.state.engine.residents())
                     assert manager.state.kept_bytes == manager.state.n_stepping == 0
                 optimizer.step()
@@ -722,30 +712,20 @@ def test_a_use_that_no_gradient_follows_ends_with_the_backward(device, monkeypat
         assert any(kept)
 
 
+@apart
 @pytest.mark.parametrize("percent", [0.0, 0.5], ids=["all", "half"])
-def test_what_backward_has_used_is_what_is_stepped(device, monkeypatch, percent, small_batches):
+def test_what_backward_has_used_is_what_is_stepped(device, monkeypatch, percent):
     """The link brings a weight once for forward and once for backward, and states once."""
-    if small_batches == "together":
-        pytest.skip("in units of their own")
     monkeypatch.setattr(stepping, "BATCH_BYTES", 4 * 4 * 128**2)  # a weight with its states
     monkeypatch.setattr(stepping, "PART_OF_ARENA", 2)
-    managed = wide()
-    resident = copy.deepcopy(managed).to(device)
-    models = managed, resident
-    weights = sum(p.nbytes for p in managed.parameters())
+    weights = sum(p.nbytes for p in wide().parameters())
     slot = weights / 16
-    with attached(managed, device, offload_percent=percent) as manager:
+    with pair(wide(), device, offload_percent=percent) as (manager, models, optimizers):
         assert len({layer.unit for layer in manager.layers}) == 16
         missing = max(0, weights - manager.attachment.arena.capacity_bytes)
-        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
-        streamed(optimizers[0])
         for number in range(5):
             before = manager.state.engine.stats()
-            for model, optimizer in zip(models, optimizers, strict=True):
-                torch.manual_seed(number)
-                model(torch.randn(4, 128).to(device).requires_grad_()).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(models, optimizers, number, device, 128)
             after = manager.state.engine.stats()
             assert_alike(models, optimizers)
         came, brought, home = (
@@ -758,33 +738,27 @@ def test_what_backward_has_used_is_what_is_stepped(device, monkeypatch, percent,
         assert not any(pins for *_, pins in manager.state.engine.residents())
 
 
-def test_no_copy_is_kept_of_a_weight_that_several_layers_have(device, monkeypatch, small_batches):
+@apart
+def test_no_copy_is_kept_of_a_weight_that_several_layers_have(device, monkeypatch):
     """Each has a copy of its own, and its gradient comes after the last of them was used."""
-    if small_batches == "together":
-        pytest.skip("in units of their own")
     monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
     managed = wide()
     managed[9].weight = managed[3].weight
-    resident = copy.deepcopy(managed).to(device)
-    models = managed, resident
-    with attached(managed, device, offload_percent=0.0) as manager:
+    with pair(managed, device, sgd, offload_percent=0.0) as (manager, models, optimizers):
         (unit,) = [layer.unit for layer in manager.layers if layer.name == "9"]
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-        streamed(optimizers[0])
         pinned = []
 
         def look(_):
             pinned.extend(p for u, *_, p in manager.state.engine.residents() if u == unit)
 
+        def forward(model, x):
+            y = model[:7](x)
+            if model is managed:
+                y.register_hook(look)
+            return model[7:](y)
+
         for number in range(3):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                torch.manual_seed(number)
-                y = model[:7](torch.randn(4, 128).to(device).requires_grad_())
-                if model is managed:
-                    y.register_hook(look)
-                model[7:](y).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(models, optimizers, number, device, 128, forward)
             assert_alike(models, optimizers)
         assert pinned == [0] * 3
 
@@ -794,11 +768,8 @@ def wide():
     return nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(16)))
 
 
-def test_some_batches_wait_for_their_states_while_further_gradients_come(
-    device, monkeypatch, small_batches
-):
-    if small_batches == "together":
-        pytest.skip("in units of their own")
+@apart
+def test_some_batches_wait_for_their_states_while_further_gradients_come(device, monkeypatch):
     monkeypatch.setattr(stepping, "BATCH_BYTES", 2 * 4 * 128**2)  # a weight with its gradient
     monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
     managed = wide()
@@ -819,35 +790,26 @@ def test_some_batches_wait_for_their_states_while_further_gradients_come(
             assert home.count(before) == stepping.WAITING + 2
 
 
-def test_a_copy_that_waits_to_be_stepped_may_be_used_again(device, monkeypatch, small_batches):
+@apart
+def test_a_copy_that_waits_to_be_stepped_may_be_used_again(device, monkeypatch):
     """By a hook, without grad, before its batch is full, or once it is home."""
-    if small_batches == "together":
-        pytest.skip("in units of their own")
     monkeypatch.setattr(stepping, "BATCH_BYTES", 3 * 2 * 4 * 128**2)  # three weights at first
     monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
-    managed = wide()
-    resident = copy.deepcopy(managed).to(device)
-    models = managed, resident
-    with attached(managed, device, offload_percent=0.0):
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-        streamed(optimizers[0])
+    with pair(wide(), device, sgd, offload_percent=0.0) as (_, models, optimizers):
         used = []
-        for number in range(2):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                torch.manual_seed(number)
-                x = torch.randn(4, 128).to(device)
-                y = model[:8](x.requires_grad_())
 
-                def use_again(gradient, model=model, x=x):
-                    if model is managed:
-                        with torch.no_grad():
-                            for layer in model[8:]:
-                                used.append(layer(x.detach()))
+        def forward(model, x):
+            def use_again(gradient):
+                with torch.no_grad():
+                    used.extend(layer(x.detach()) for layer in model[8:])
 
+            y = model[:8](x)
+            if model is models[0]:
                 y.register_hook(use_again)
-                model[8:](y).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            return model[8:](y)
+
+        for number in range(2):
+            step_all(models, optimizers, number, device, 128, forward)
             assert_alike(models, optimizers)
         assert len(used) == 16
 
@@ -876,34 +838,23 @@ class Again(nn.Module):
         return x
 
 
-def test_a_batch_that_waits_is_brought_again_where_its_unit_is_fetched(
-    sim, monkeypatch, small_batches
-):
+@apart
+def test_a_batch_that_waits_is_brought_again_where_its_unit_is_fetched(sim, monkeypatch):
     """Where it came from the host, too: else it goes home while the unit's copy reads that."""
-    if small_batches == "together":
-        pytest.skip("in units of their own")
     monkeypatch.setattr(stepping, "LEAVING", 50)
     sim.slow_link()
     managed = Again()
-    resident = copy.deepcopy(managed)
-    models = managed, resident
 
     def use_two(_):
         with torch.no_grad():
             for number in (0, 5):
                 managed.layers[number](torch.ones(1, 32))
 
-    with attached(managed, "cpu", offload_percent=1.0) as manager:
+    with pair(managed, "cpu", offload_percent=1.0) as (manager, models, optimizers):
         assert len(manager.layers) == 6
-        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
-        streamed(optimizers[0])
         managed.hook = use_two
         for number in range(5):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                torch.manual_seed(number)
-                model(torch.randn(4, 32).requires_grad_()).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(models, optimizers, number, "cpu")
             assert_alike(models, optimizers)
 
 
@@ -932,26 +883,13 @@ def test_with_a_small_arena_units_are_fetched_ahead_while_others_are_stepped(
     """A copy of bytes that are being written would be a race, which the driver reports."""
     monkeypatch.setattr(stepping, "BATCH_BYTES", 4 * 4 * 128**2)
     sim.slow_link(0.05)
-    managed = Deep(reentrant)
-    resident = copy.deepcopy(managed)
     least = 5 * 4 * (128**2 + 128)
-    with attached(managed, "cpu", vram_budget=least) as manager:
+    with pair(Deep(reentrant), "cpu", vram_budget=least) as (manager, models, optimizers):
         assert len({layer.unit for layer in manager.layers}) == 10
-        models = managed, resident
-        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
-        streamed(optimizers[0])
         ahead = []
         for number in range(5):
             before = manager.state.engine.stats()
-            losses = []
-            for model, optimizer in zip(models, optimizers, strict=True):
-                torch.manual_seed(number)
-                loss = model(torch.randn(4, 128).requires_grad_()).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach())
-            assert_same(*losses)
+            assert_same(*step_all(models, optimizers, number, "cpu", 128))
             after = manager.state.engine.stats()
             assert after["evictions"] > before["evictions"]
             ahead.append(after["prefetches"] - before["prefetches"])
@@ -1003,76 +941,61 @@ def row_step(models, optimizers, number, between=None):
             optimizer.zero_grad()
 
 
+@apart
 @pytest.mark.parametrize(
     ("sizes", "checkpointed"),
     [([32, 8, 32, 64, 32, 32, 32, 32], True), ([64, 32, 32, 8, 8, 64, 8, 32], False)],
 )
 def test_where_a_unit_has_no_place_copies_that_wait_to_be_stepped_are_given_up(
-    device, monkeypatch, small_batches, sizes, checkpointed
+    device, monkeypatch, sizes, checkpointed
 ):
     """An arena at its floor, and a batch that is not full before the end."""
-    if small_batches == "together":
-        pytest.skip("in units of their own")
     monkeypatch.setattr(stepping, "BATCH_BYTES", 1 << 30)
     monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
     managed = nn.Sequential(*(nn.Linear(*each) for each in itertools.pairwise(sizes)))
-    models = managed, copy.deepcopy(managed).to(device)
-    with attached(managed, device, offload_percent=1.0) as manager:
+    with pair(managed, device, offload_percent=1.0) as (manager, models, optimizers):
         assert len({layer.unit for layer in manager.layers}) == len(sizes) - 1
-        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
-        streamed(optimizers[0])
         given, own = [], manager.state.give_up_copies
         monkeypatch.setattr(
             manager.state, "give_up_copies", lambda: given.append(own()) or given[-1]
         )
+
+        def forward(model, x):
+            for layer in model:
+                x = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+            return x
+
         for number in range(3):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                x = torch.randn(4, sizes[0], generator=torch.Generator().manual_seed(number))
-                x = x.to(device).requires_grad_()
-                for layer in model:
-                    x = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
-                x.square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(models, optimizers, number, device, sizes[0], forward)
             assert_alike(models, optimizers)
         assert given and all(given)
         assert not any(pins for *_, pins in manager.state.engine.residents())
         assert not manager.state.kept_bytes
 
 
-def test_where_a_unit_has_no_place_uses_that_wait_for_a_gradient_end(
-    device, monkeypatch, small_batches
-):
+@apart
+def test_where_a_unit_has_no_place_uses_that_wait_for_a_gradient_end(device, monkeypatch):
     """Each of the first two is used twice: its gradient comes when what is between has computed."""
-    if small_batches == "together":
-        pytest.skip("in units of their own")
     monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
     sizes = [(32, 32), (32, 32), (32, 52), (52, 32), (32, 4)]
     managed = nn.Sequential(*(nn.Linear(*each) for each in sizes))
-    models = managed, copy.deepcopy(managed).to(device)
-    with attached(managed, device, offload_percent=1.0) as manager:
+    with pair(managed, device, offload_percent=1.0) as (manager, models, optimizers):
         assert len({layer.unit for layer in manager.layers}) == 5
-        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
-        streamed(optimizers[0])
+
+        def forward(model, x):
+            return model[4](model[:2](model[:4](x)))  # the gradient of the last is the first
+
         for number in range(3):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
-                y = model[:2](model[:4](x.to(device).requires_grad_()))
-                model[4](y).square().mean().backward()  # its gradient is the first
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(models, optimizers, number, device, forward=forward)
             assert_alike(models, optimizers)
         assert not any(pins for *_, pins in manager.state.engine.residents())
         assert not manager.state.kept_bytes
 
 
 def test_the_witness_lets_a_step_in_backward_copy_what_is_not_locked(device):
-    managed, resident, make = build(device, OPTIMIZERS["adamw"])
-    with attached(managed, device, lock="never") as manager:
+    with pair(Net(), device, lock="never") as (manager, models, optimizers):
         assert len(manager.layers) == 4
-        models = managed, resident
-        optimizers = [make(list(model.parameters())) for model in models]
-        streamed(optimizers[0])
+        managed, resident = models
         for number in range(2):
             with Witness() as witness:
                 backward(managed, number, device)
@@ -1163,10 +1086,9 @@ def test_what_code_writes_after_the_step_of_a_weight_is_what_the_next_forward_ha
             assert_same(managed(x), fresh(x))
 
 
-def test_every_optimizer_gives_up_its_copies(device, small_batches, monkeypatch):
+@apart
+def test_every_optimizer_gives_up_its_copies(device, monkeypatch):
     """Two step one unit: what one of them ends there, the other must not step in place."""
-    if small_batches == "together":
-        pytest.skip("in units of their own")
     monkeypatch.setattr(stepping, "BATCH_BYTES", 1 << 20)
     monkeypatch.setattr(stepping, "PART_OF_ARENA", 1)
     managed = Late()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import models
 import pytest
 import torch
 from equality import attached
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from oracle_offload._core import BACKWARD, FORWARD, RECOMPUTE, RECORDED
 
@@ -31,19 +31,8 @@ LAYERS = {
 }
 
 
-class Model(nn.Module):
-    def __init__(self, make, reentrant):
-        super().__init__()
-        self.blocks = nn.ModuleList(make() for _ in range(2))
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        for block in self.blocks:
-            if self.reentrant is None or not torch.is_grad_enabled():
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
+def two(layer, reentrant=None):
+    return models.Tower(*(LAYERS[layer]() for _ in range(2)), reentrant=reentrant)
 
 
 class Told:
@@ -63,7 +52,7 @@ class Told:
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "checkpoint", "reentrant"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_training_and_samples(layer, reentrant, trained):
-    model = Model(LAYERS[layer], reentrant).requires_grad_(trained)
+    model = two(layer, reentrant).requires_grad_(trained)
     x = torch.randn(2, 4, 8, requires_grad=True)
     with attached(model, "cpu", offload_percent=1.0) as manager:
         told = Told(manager)
@@ -83,7 +72,7 @@ def test_training_and_samples(layer, reentrant, trained):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_compiled(layer, backend, trained):
-    model = Model(LAYERS[layer], None).requires_grad_(trained)
+    model = two(layer).requires_grad_(trained)
     x = torch.randn(2, 4, 8, requires_grad=True)
     called = torch.compile(model, backend=backend, fullgraph=True)
     with attached(model, "cpu", offload_percent=1.0) as manager:

@@ -319,6 +319,11 @@ def test_a_compiler_is_told_the_geometry_of_a_result():
         assert not leaf.breaks
 
 
+def kind_of(forward):
+    """Return a kind of `Stack` with another forward."""
+    return type("Made", (Stack,), {"forward": forward})
+
+
 class Raises(Stack):
     def forward(self, x):
         random.random()
@@ -327,47 +332,10 @@ class Raises(Stack):
         return x @ self.weight
 
 
-class Draws(Stack):
-    def forward(self, x):
-        return x @ self.weight * random.random()
-
-
-class Twice(Stack):
-    """A trained input is used twice; one that is not may be."""
-
-    def forward(self, x, z=None):
-        return x @ self.weight + x
-
-
-class Unused(Stack):
-    def forward(self, x):
-        return x.sin()
-
-
-class Drops(Stack):
-    def forward(self, x):
-        return torch.nn.functional.dropout(x @ self.weight, 0.5, True)
-
-
-class Numpy(Stack):
-    def forward(self, x):
-        return x @ self.weight * float(numpy.random.rand())
-
-
-class Writes(Stack):
-    def forward(self, x):
-        return x.mul_(2) @ self.weight
-
-
 class WritesItsBuffer(Stack):
     def forward(self, x):
         self.gain.add_(1)
         return x @ self.weight
-
-
-class WritesWhatItMade(Stack):
-    def forward(self, x):
-        return (x @ self.weight).mul_(2)
 
 
 class Notes(Stack):
@@ -409,11 +377,6 @@ class Below(Stack):
         return self.below(x @ self.weight)
 
 
-class Pair(Stack):
-    def forward(self, x):
-        return x @ self.weight, x
-
-
 class Asks(Stack):
     def forward(self, x):
         with torch.enable_grad():
@@ -422,6 +385,15 @@ class Asks(Stack):
         return x @ self.weight * slope
 
 
+# A trained input is used twice; one that is not may be.
+Twice = kind_of(lambda self, x, z=None: x @ self.weight + x)
+Unused = kind_of(lambda self, x: x.sin())
+Draws = kind_of(lambda self, x: x @ self.weight * random.random())
+Drops = kind_of(lambda self, x: torch.nn.functional.dropout(x @ self.weight, 0.5, True))
+Numpy = kind_of(lambda self, x: x @ self.weight * float(numpy.random.rand()))
+Writes = kind_of(lambda self, x: x.mul_(2) @ self.weight)
+WritesWhatItMade = kind_of(lambda self, x: (x @ self.weight).mul_(2))
+Pair = kind_of(lambda self, x: (x @ self.weight, x))
 NEEDS = (True, True, False)
 WROTE = "writes to its input, or to itself"
 REFUSED = {

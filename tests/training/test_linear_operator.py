@@ -8,35 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from equality import Products
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle_offload.layers.linear import input_gradient, is_contiguous, linear
 
 IN, OUT = 5, 4
-
-
-def geometry(x: Tensor) -> Any:
-    """Return sizes and strides, but of no axis that is a single step."""
-    steps = zip(x.shape, x.stride(), strict=True)
-    return tuple(x.shape), [step for size, step in steps if size > 1]
-
-
-class Products(TorchDispatchMode):
-    """Notes each product: its operator, and the sizes and strides of what it multiplies."""
-
-    names = ("mm", "bmm", "addmm", "mv", "addmv", "dot")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in self.names:
-            self.rows.append((name, [geometry(t) for t in args]))
-        return func(*args, **(kwargs or {}))
 
 
 def strided(shape: tuple[int, ...], order: tuple[int, ...], features: int = IN) -> Tensor:
@@ -75,7 +53,7 @@ def resident(x: Tensor, weight: Tensor, bias: Tensor | None, trains: bool) -> An
     grad = torch.linspace(-1, 1, max(1, y.numel()))[: y.numel()].view(y.shape)
     with Products() as backward:
         (gx,) = torch.autograd.grad(y, x, grad)
-    return y.detach(), forward.rows, grad, gx, backward.rows
+    return y.detach(), forward.ran, grad, gx, backward.ran
 
 
 def steps_over_one(x: Tensor) -> bool:
@@ -109,7 +87,7 @@ def test_result_and_gradient_of_each_geometry_are_made_as_torch_makes_them(
         with torch.no_grad(), Products() as ours:
             found, folded = linear(x, weight, b, trains)
         assert torch.equal(found, y) and found.stride() == y.stride(), name
-        assert ours.rows == products, name
+        assert ours.ran == products, name
         assert not found._is_view(), "it may be changed in place"
         # Without a bias torch goes by the stride of an axis of one as well, unless x is empty.
         is_matrix = x.is_contiguous() and (bias or not over_one or x.numel() == 0)
@@ -121,7 +99,7 @@ def test_result_and_gradient_of_each_geometry_are_made_as_torch_makes_them(
             stride = None if folded is None else folded.stride()
             gradient = input_gradient(grad, (weight, b), x.shape, x.stride(), stride)
         assert torch.equal(gradient, gx) and gradient.stride() == gx.stride(), name
-        assert ours.rows == of_backward, name
+        assert ours.ran == of_backward, name
 
 
 @pytest.mark.parametrize("features", [1, 2])
@@ -134,7 +112,7 @@ def test_inputs_of_one_feature_are_multiplied_as_torch_does(features: int) -> No
             with Products() as ours:
                 gradient = input_gradient(grad, (weight,), x.shape, x.stride())
             assert torch.equal(gradient, gx) and gradient.stride() == gx.stride()
-            assert ours.rows == products, (shape, order)
+            assert ours.ran == products, (shape, order)
 
 
 def test_a_geometry_is_contiguous_where_torch_says_so() -> None:

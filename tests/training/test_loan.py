@@ -17,6 +17,7 @@ import pytest
 import test_matrix
 import torch
 from equality import (
+    Products,
     Recorder,
     assert_models_agree,
     assert_same,
@@ -77,7 +78,7 @@ def test_products_without_grad_of_a_trained_weight():
         for build in test_matrix.GEOMETRIES.values():
             ran, x = [], build(48)
             for model in (one, other):
-                with test_matrix.Products() as products:
+                with Products() as products:
                     model(x)
                 ran.append(products.ran)
             assert ran[0] == ran[1]
@@ -91,7 +92,7 @@ def test_products_of_a_trained_weight_that_is_laid_out_by_columns():
     with attached(one) as manager:
         assert manager.layers
         for model in (one, other):
-            with test_matrix.Products() as products:
+            with Products() as products:
                 model(torch.ones(5, 48, requires_grad=True)).sum().backward()
             ran.append(sorted(products.ran))
     assert ran[0] == ran[1]

@@ -8,9 +8,8 @@ import itertools
 
 import pytest
 import torch
-from equality import assert_models_agree, assert_same, attached, resident_pair
+from equality import Products, assert_models_agree, assert_same, attached, resident_pair
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -88,6 +87,10 @@ CONVOLUTIONS = {
     "same-even-dilated": dict(kernel_size=(4, 2), padding="same", dilation=(1, 2)),
     "reflect": dict(kernel_size=3, padding=(2, 1), padding_mode="reflect"),
     "circular-same": dict(kernel_size=3, padding="same", padding_mode="circular"),
+    "strided": dict(kernel_size=3, stride=2, padding=1),
+    "padded one way": dict(kernel_size=3, padding=(1, 0)),
+    "strided one way": dict(kernel_size=3, stride=(1, 2), padding=1),
+    "valid": dict(kernel_size=3, padding="valid"),
     "grouped": dict(kernel_size=3, padding=1, groups=4),
     "depthwise": dict(kernel_size=3, padding=1, groups=8),
 }
@@ -212,19 +215,6 @@ def test_outputs_can_be_changed_in_place(device, shape, trainable, autocast):
                 assert_models_agree(managed, resident, step, device=device)
 
 
-@pytest.mark.parametrize("stride", [1, 2, (1, 2)], ids=str)
-@pytest.mark.parametrize("padding", [0, (1, 0), "valid"], ids=str)
-def test_strided_conv2d(device, stride, padding):
-    if padding == "same" and stride != 1:
-        pytest.skip("torch refuses strided 'same'")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(4, 6, 3, stride=stride, padding=padding))
-    managed, resident = resident_pair(model)
-    with attached(managed, device):
-        step = make_step(torch.randn(2, 4, 9, 10), device, False)
-        assert_models_agree(managed, resident, step, device=device)
-
-
 GEOMETRIES = {
     "vector": lambda k: torch.randn(k),
     "strided vector": lambda k: torch.randn(2 * k)[::2],
@@ -297,30 +287,6 @@ def test_linear_over_every_stride_of_an_axis_of_one(device, trains, autocast):
                     return [sampled, *train(model)]
 
                 assert_models_agree(managed, resident, step, steps=1, device=device)
-
-
-class Products(TorchDispatchMode):
-    """Keeps which products run, and the geometry of what they multiply or add."""
-
-    NAMES = ("mm", "addmm", "bmm", "baddbmm", "add")
-
-    def __init__(self):
-        super().__init__()
-        self.ran = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::").removesuffix("_")  # in place or not
-        if name in self.NAMES:
-            tensors = [a for a in args if isinstance(a, torch.Tensor)]
-            self.ran.append((name, *map(self.geometry, tensors)))
-        return result
-
-    @staticmethod
-    def geometry(tensor):
-        """Return sizes and strides; the stride of a single element means nothing."""
-        sizes = zip(tensor.shape, tensor.stride(), strict=True)
-        return [(size, stride if size > 1 else 0) for size, stride in sizes]
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])

