@@ -6,18 +6,13 @@ import signal
 from pathlib import Path
 
 import pytest
+from test_explain_command import FULL
 
 from oracle_offload.diagnose.explain import host
-from oracle_offload.diagnose.explain.history import records_in_log, signs
+from oracle_offload.diagnose.explain.history import records_in_log
 from oracle_offload.diagnose.explain.host import explain_exit, kill_counter, own_group
 from oracle_offload.diagnose.explain.report import OomReport
 
-FULL = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total "
-    "capacity of 24.00 GiB of which 100.00 MiB is free. Including non-PyTorch memory, this process "
-    "has 23.90 GiB memory in use. Of the allocated memory 23.20 GiB is allocated by PyTorch, and "
-    "200.00 MiB is reserved by PyTorch but unallocated."
-)
 MIB = 1 << 20
 UNKNOWN_KILLER = "no counter says by whom"
 NOT_AT_THE_LIMIT = "though not at its memory limit"
@@ -145,27 +140,6 @@ def test_where_nothing_can_be_told_nothing_is_raised(
     monkeypatch.setattr(host, "find", lambda *_: 1 / 0)
     report = explain_exit(-9, "", group=tmp_path, kills_before=1)
     assert isinstance(report, OomReport) and not report.found
-
-
-@pytest.mark.parametrize(
-    ("phases", "steps", "expected"),
-    [
-        (["forward", "backward"], [0, 0], ["first_backward"]),
-        (["forward", "backward"], [0, 1], ["second_step"]),
-        (["forward", "backward"], [3, 9], []),
-        (["backward", "backward"], [0, 0], []),
-        (["forward", "optimizer"], [0, 0], ["optimizer_state"]),
-        (["optimizer", "optimizer"], [0, 0], []),
-        (["train", "train", "train"], [0, 0, 1], ["second_step"]),
-        (["train", "eval"], [0, 1], ["evaluation"]),
-        (["train", "Validation"], [0, 1], ["evaluation"]),
-    ],
-)
-def test_what_the_last_record_was_doing(
-    phases: list[str], steps: list[int], expected: list[str]
-) -> None:
-    records = [{"phase": phase, "step": step} for phase, step in zip(phases, steps, strict=True)]
-    assert [sign.cause for sign in signs(records)] == expected
 
 
 def test_records_of_a_log() -> None:

@@ -8,18 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_explain_command import FULL
 
 from oracle_offload.diagnose.explain import explain_oom, history
 from oracle_offload.diagnose.explain.history import read_history, signs
 from oracle_offload.observe.recording import SCHEMA
 
 GiB = 1 << 30
-FULL = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total "
-    "capacity of 24.00 GiB of which 100.00 MiB is free. Including non-PyTorch memory, this process "
-    "has 23.90 GiB memory in use. Of the allocated memory 23.20 GiB is allocated by PyTorch, and "
-    "200.00 MiB is reserved by PyTorch but unallocated."
-)
 
 
 def steps(**series: list[Any]) -> list[dict[str, Any]]:
@@ -38,10 +33,6 @@ def test_truth_values_are_no_numbers() -> None:
     plain = steps(allocated_bytes=memory)
     flagged = [{"allocated_bytes": True}] * 5 + plain
     assert signs(plain)[0].nbytes == signs(flagged)[0].nbytes
-
-
-def test_without_a_history_the_card_is_simply_full() -> None:
-    assert cause([]) == "too_big"
 
 
 def test_steady_growth_is_a_leak_and_its_size_is_known() -> None:
@@ -71,43 +62,6 @@ def test_growth_is_a_leak_where_a_line_explains_four_fifths_of_it(last: int, fou
     """With 15 at the end it explains 0.8 exactly."""
     held = [14 * GiB + i * GiB // 4 for i in (0, 0, 0, 0, 1, 2, 2, 4, 4, 12, last)]
     assert cause(steps(step=list(range(len(held))), allocated_bytes=held)) == found
-
-
-def test_a_much_longer_last_batch_is_the_cause() -> None:
-    lengths = [4000, 4096, 3900, 4050, 9000]
-    assert cause(steps(step=list(range(5)), length=lengths)) == "longest_batch"
-    assert cause(steps(step=list(range(5)), length=[4000, 9000, 3900, 4050, 9000])) == "too_big"
-
-
-@pytest.mark.parametrize(
-    ("records", "expected"),
-    [
-        ([{"step": 0, "phase": "forward"}, {"step": 0, "phase": "backward"}], "first_backward"),
-        (
-            [
-                {"step": 0, "phase": "forward"},
-                {"step": 0, "phase": "backward"},
-                {"step": 0, "phase": "optimizer"},
-            ],
-            "optimizer_state",
-        ),
-        (
-            [
-                {"step": 0, "phase": "backward"},
-                {"step": 0, "phase": "optimizer"},
-                {"step": 1, "phase": "backward"},
-            ],
-            "second_step",
-        ),
-        ([{"step": 90, "phase": "backward"}, {"step": 90, "phase": "evaluation"}], "evaluation"),
-        ([{"step": 90, "phase": "backward"}, {"step": 91, "phase": "backward"}], "second_step"),
-        ([{"step": i, "phase": "backward"} for i in range(50)], "too_big"),
-    ],
-)
-def test_the_phase_of_the_last_record_names_the_cause(
-    records: list[dict[str, Any]], expected: str
-) -> None:
-    assert cause(records) == expected
 
 
 def test_the_history_does_not_overrule_what_the_message_proves() -> None:

@@ -157,14 +157,9 @@ def test_what_the_processes_hold_is_quoted_from_their_list() -> None:
 
 def test_each_cause_has_a_title_a_plan_and_a_place() -> None:
     assert set(PLANS) == set(TITLES)
-    assert {key for plan in PLANS.values() for key in plan} <= set(CATALOGUE)
+    assert set(CATALOGUE) == {key for plan in PLANS.values() for key in plan}
     for cause in TITLES:
         assert where(cause, "cuda") in {"device", "host", "limit", "setting", "program"}
-
-
-def test_no_fix_is_listed_that_no_cause_leads_to() -> None:
-    used = {key for plan in PLANS.values() for key in plan}
-    assert set(CATALOGUE) - used == set()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -227,29 +222,6 @@ def test_advice_for_cuda_alone_is_not_given_elsewhere(backend: str) -> None:
 
 
 # -- the rules at their edges ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changed", "cause"),
-    [
-        ({}, "too_big"),
-        ({"asked": "24.01 GiB"}, "too_big"),
-        ({"cap": "24.00 GiB allowed; ", "free": "0.20 GiB"}, "too_big"),  # a cap that caps nothing
-        ({"cap": "8.00 GiB allowed; ", "free": "0.20 GiB"}, "too_big"),  # full before the cap
-        ({"free": "1.01 GiB", "mine": "22.80 GiB"}, "too_big"),  # within what the driver keeps
-        ({"free": "1.50 GiB", "mine": "22.00 GiB"}, "driver_refusal"),
-        ({"allocated": "25.00 GiB", "free": "0 bytes"}, "spilled"),
-        ({"unused": "1.10 GiB", "allocated": "22.00 GiB"}, "fragmentation"),
-        ({"unused": "0.99 GiB", "allocated": "22.00 GiB"}, "too_big"),
-        # a tensor of a megabyte asks for a segment of 20 MiB: a loose 200 MiB says nothing
-        ({"asked": "20.00 MiB", "free": "10.00 MiB", "unused": "200.00 MiB"}, "too_big"),
-        ({"asked": "200.00 MiB", "free": "10.00 MiB", "unused": "900.00 MiB"}, "fragmentation"),
-        ({"others": "Process 9 has 900.00 MiB memory in use. "}, "too_big"),
-        ({"others": "Process 9 has 17179869184.00 GiB memory in use. "}, "too_big"),
-    ],
-)
-def test_the_rules_at_their_edges(changed: dict[str, str], cause: str) -> None:
-    assert explain_oom(device_text(**changed)).cause.name == cause
 
 
 def test_a_process_list_without_this_process_is_read_as_from_a_container() -> None:
