@@ -19,7 +19,6 @@ from oracle_offload.diagnose.doctor import CHECKS, System, checks_host, examine
 from oracle_offload.diagnose.doctor.checks_gpu import check_other_processes
 from oracle_offload.diagnose.doctor.checks_host import check_shared_memory
 from oracle_offload.diagnose.doctor.finding import VERDICTS
-from oracle_offload.diagnose.doctor.report import DoctorReport
 from oracle_offload.diagnose.doctor.torch_build import TorchView
 from oracle_offload.host.cgroup import MemoryLimit, read_memory_limit
 from oracle_offload.host.disk import DiskSpeed, DiskView, Rate, Reads
@@ -93,14 +92,6 @@ def test_memory_limit_of_each_machine(
     found = limit_of(name, tmp_path)
     assert (found.version, found.hybrid, found.limit_bytes) == (version, hybrid, limit)
     assert (found.headroom_bytes, found.oom_kills) == (headroom, kills)
-
-
-def test_limit_of_an_ancestor_counts_and_is_named(tmp_path: Path) -> None:
-    found = limit_of("kubernetes", tmp_path)
-    assert found.limited_by is not None
-    assert found.limited_by.endswith("/kubepods-burstable-pod7c1e.slice")
-    assert found.usage_bytes == 12884901888, "usage is that of the group which holds the limit"
-    assert found.high_bytes == 56 * GIB
 
 
 def test_v1_limit_above_the_visible_tree_is_found_by_the_hierarchical_figure(
@@ -419,81 +410,19 @@ APP = "sys/fs/cgroup/user.slice/user-1000.slice/user@1000.service/app.slice/app-
 @pytest.mark.parametrize(
     ("name", "path", "old", "new", "check", "before", "after"),
     [
-        ("bare_metal", MEMINFO, "119874328", "7874328", "ram", "ok", "warn"),
-        ("bare_metal", MEMINFO, "119874328", "1874328", "ram", "ok", "bad"),
-        ("bare_metal", MEMINFO, "MemAvailable", "MemElsewhere", "ram", "ok", "unknown"),
-        ("bare_metal", MEMINFO, "HugePages_Free:        0", "HugePages_Free: 30000", "ram", "ok",
-         "warn"),
-        ("bare_metal", MEMINFO, "SwapFree:        8388604", "SwapFree: 1", "swap", "ok", "warn"),
-        ("no_swap", MEMINFO, "MemTotal:       16099504", "MemTotal:  160995040", "swap", "warn",
-         "ok"),
-        ("no_swap", MEMINFO, "Total:             0 kB\nSwapFree:              0",
-         "Total: 8000 kB\nSwapFree: 8000", "swap", "warn", "ok"),
-        ("bare_metal", "sys/kernel/mm/transparent_hugepage/enabled", "[madvise] never",
-         "madvise [never]", "huge pages", "ok", "warn"),
         ("bare_metal", "sys/kernel/mm/transparent_hugepage/enabled", "[madvise]", "madvise",
          "huge pages", "ok", "unknown"),
-        ("slurm", "proc/self/limits", "65536  ", "999999999999 ", "locked memory", "bad", "ok"),
-        ("slurm", "proc/self/limits", "65536  ", "unlimited", "locked memory", "bad", "ok"),
-        ("bare_metal", APP + "memory.max", "max", "2288490188", "memory limit", "ok", "bad"),
-        ("bare_metal", APP + "memory.max", "max", "9288490188", "memory limit", "ok", "warn"),
-        ("bare_metal", APP + "memory.events", "oom_kill 0", "oom_kill 1", "memory limit", "ok",
-         "warn"),
-        ("docker_v1", "proc/self/mounts", "size=65536k", "size=8g", "/dev/shm", "bad", "ok"),
-        ("docker_v1", "proc/self/mounts", "size=65536k", "size=512m", "/dev/shm", "bad", "warn"),
-        ("wsl2", "proc/sys/kernel/osrelease", "microsoft-standard-WSL2", "generic", "place",
-         "warn", "ok"),
         ("wsl2", "proc/sys/kernel/osrelease", "microsoft-standard-WSL2", "generic", "allocator",
          "bad", "ok"),
-        ("windows", ANSWERS, '"WDDM"', '"TCC"', "place", "warn", "ok"),
-        ("windows", ANSWERS, '"CUDA_LAUNCH_BLOCKING": "1"', '"CUDA_LAUNCH_BLOCKING": "0"',
-         "switches", "bad", "ok"),
-        ("slurm", ANSWERS, '"CUDA_VISIBLE_DEVICES": "0,1"', '"CUDA_VISIBLE_DEVICES": ""',
-         "switches", "ok", "bad"),
-        ("windows", ANSWERS, '"CUDA_LAUNCH_BLOCKING": "1"', '"CUDA_MODULE_LOADING": "EAGER"',
-         "switches", "bad", "warn"),
-        ("windows", ANSWERS, '"CUDA_LAUNCH_BLOCKING": "1"', '"CUDA_MODULE_LOADING": "lazy"',
-         "switches", "bad", "warn"),
         ("windows", ANSWERS, '"CUDA_LAUNCH_BLOCKING": "1"', '"CUDA_MODULE_LOADING": "LAZY"',
          "switches", "bad", "ok"),
         ("bare_metal", MEMINFO, "MemTotal:       131", "MemTotal: -131", "ram", "ok", "unknown"),
-        ("bare_metal", MEMINFO, "MemTotal:       131", "MemTotal: nan", "ram", "ok", "unknown"),
         ("bare_metal", MEMINFO, "MemTotal:       131", "MemTotal: 9999999999131", "ram", "ok",
          "unknown"),
-        ("bare_metal", MEMINFO, "MemAvailable:   11", "MemAvailable: 9911", "ram", "ok",
-         "unknown"),
-        ("bare_metal", MEMINFO, "SwapFree:        8388604", "SwapFree: 98388604", "swap", "ok",
-         "unknown"),
-        ("bare_metal", APP + "memory.max", "max", "-1", "memory limit", "ok", "unknown"),
-        ("bare_metal", APP + "memory.max", "max", "nan", "memory limit", "ok", "unknown"),
         ("bare_metal", APP + "memory.max", "max", "9" * 4400, "memory limit", "ok", "ok"),
-        ("slurm", "proc/self/limits", "65536  ", "-5 ", "locked memory", "bad", "unknown"),
-        ("docker_v1", "proc/self/mounts", "size=65536k", "size=0", "/dev/shm", "bad", "ok"),
         ("windows", ANSWERS, '"560.94"', '"580.88"', "torch", "bad", "ok"),
         ("bare_metal", ANSWERS, '"580.65.06"', '"520.61.05"', "torch", "ok", "bad"),
         ("bare_metal", ANSWERS, '"cuda": "12.8", ', "", "torch", "ok", "bad"),
-        ("bare_metal", ANSWERS, '"settings": "expandable_segments:True"', '"settings": ""',
-         "allocator", "ok", "bad"),
-        ("bare_metal", ANSWERS, '"settings": "expandable_segments:True"',
-         '"settings_error": "ValueError: x"', "allocator", "ok", "bad"),
-        ("bare_metal", ANSWERS, '"settings": "expandable_segments:True"',
-         '"import_error": "OSError: x"', "torch", "ok", "bad"),
-        ("bare_metal", ANSWERS, '"link_width": 16', '"link_width": 8', "link", "ok", "warn"),
-        ("bare_metal", ANSWERS, '"link_width": 16', '"link_width": 4', "link", "ok", "bad"),
-        ("bare_metal", ANSWERS, '"performance_state": 8, "clock_reasons": 1',
-         '"performance_state": 0, "clock_reasons": 0', "link", "ok", "warn"),
-        ("bare_metal", ANSWERS, '"performance_state": 8, "clock_reasons": 1',
-         '"performance_state": null, "clock_reasons": null', "link", "ok", "unknown"),
-        ("bare_metal", ANSWERS, '"card_link_generation": 4', '"card_link_generation": 5', "link",
-         "ok", "warn"),
-        ("bare_metal", ANSWERS, '"clock_reasons": 1', '"clock_reasons": 64', "clocks", "ok",
-         "bad"),
-        ("bare_metal", ANSWERS, '"clock_reasons": 1', '"clock_reasons": 32', "clocks", "ok",
-         "warn"),
-        ("bare_metal", ANSWERS, '"used_bytes": 734003200', '"used_bytes": 4734003200',
-         "other processes", "ok", "warn"),
-        ("bare_metal", ANSWERS, '"used_bytes": 734003200', '"used_bytes": 14734003200',
-         "other processes", "ok", "bad"),
         ("no_swap", "sys/bus/pci/devices/0000:01:00.0/current_link_width", "8", "1", "link",
          "unknown", "bad"),
         ("no_swap", "proc/driver/nvidia/version", "560.35.03", "no version", "driver", "ok",
@@ -519,13 +448,6 @@ def test_one_changed_value_changes_the_verdict(
     assert examine(machine(name, tmp_path / "before"))[check].verdict == before
     found = examine(changed(name, tmp_path / "after", path, old, new))[check]
     assert found.verdict == after, found
-
-
-def test_settings_that_torch_lost_are_shown_with_those_it_uses(tmp_path: Path) -> None:
-    system = changed("bare_metal", tmp_path, ANSWERS, '"settings": "expandable_segments:True"',
-                     '"settings": ""')  # fmt: skip
-    value = examine(system)["allocator"].value
-    assert value == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; in effect: defaults"
 
 
 # --- Anything in any file ----------------------------------------------------------------------
@@ -596,17 +518,6 @@ def test_the_documentation_quotes_a_real_page_and_lists_every_check() -> None:
 # --- What single answers mean ------------------------------------------------------------------
 
 
-def on_card(root: Path, **answers: object) -> DoctorReport:
-    """Examine an otherwise healthy machine whose card gives `answers`."""
-    healthy: dict[str, object] = {
-        "total_bytes": 24 << 30, "used_bytes": 0, "link_generation": 4, "link_width": 16,
-        "max_link_generation": 4, "card_link_generation": 4, "max_link_width": 16,
-        "performance_state": 0, "clock_reasons": 0, "processes": (),
-    }  # fmt: skip
-    card = Gpu(index=0, **{**healthy, **answers})  # type: ignore[arg-type]
-    return examine(System(str(root), environ={}, platform="linux", gpus=GpuView(gpus=(card,))))
-
-
 @pytest.mark.parametrize(
     ("answers", "check", "verdict", "words"),
     [
@@ -615,27 +526,23 @@ def on_card(root: Path, **answers: object) -> DoctorReport:
          "resting"),
         ({"link_generation": 1, "performance_state": None, "clock_reasons": 1}, "link", "ok",
          "resting"),
-        ({"link_generation": 1, "performance_state": 8}, "link", "ok", "resting"),
-        ({"link_generation": 1, "performance_state": 4}, "link", "warn", "card works"),
         ({"link_generation": 1, "performance_state": None}, "link", "warn", "card works"),
         ({"link_generation": None}, "link", "unknown", "no NVIDIA card"),
-        ({"performance_state": None}, "clocks", "ok", ""),
         ({"clock_reasons": None}, "clocks", "ok", "clock reasons: not visible"),
-        ({"clock_reasons": 1, "performance_state": 9}, "clocks", "ok", ""),
-        ({"clock_reasons": 0x80}, "clocks", "bad", "too little power"),
-        ({"clock_reasons": 4}, "clocks", "ok", ""),
-        ({"used_bytes": None}, "other processes", "unknown", "no NVIDIA card"),
         ({"total_bytes": None}, "other processes", "unknown", "no NVIDIA card"),
-        ({"used_bytes": (2 << 30) - 1}, "other processes", "ok", ""),
-        ({"used_bytes": (12 << 30) - 1}, "other processes", "warn", "does not name"),
-        ({"used_bytes": 12 << 30}, "other processes", "bad", "does not name"),
-        ({"total_bytes": 80 << 30, "used_bytes": 7 << 30}, "other processes", "ok", ""),
     ],
 )  # fmt: skip
 def test_what_one_answer_of_a_card_means(
     tmp_path: Path, answers: dict[str, object], check: str, verdict: str, words: str
 ) -> None:
-    found = on_card(tmp_path, **answers)[check]
+    healthy: dict[str, object] = {
+        "total_bytes": 24 << 30, "used_bytes": 0, "link_generation": 4, "link_width": 16,
+        "max_link_generation": 4, "card_link_generation": 4, "max_link_width": 16,
+        "performance_state": 0, "clock_reasons": 0, "processes": (),
+    }  # fmt: skip
+    card = Gpu(index=0, **{**healthy, **answers})  # type: ignore[arg-type]
+    system = System(str(tmp_path), environ={}, platform="linux", gpus=GpuView(gpus=(card,)))
+    found = examine(system)[check]
     assert (found.verdict, words in found.why) == (verdict, True), found
 
 
@@ -650,14 +557,6 @@ def test_memory_of_this_process_is_not_somebody_elses() -> None:
     card = Gpu(0, total_bytes=24 << 30, used_bytes=1 << 30, processes=(hidden,))
     found = check_other_processes(System(gpus=GpuView(gpus=(card,))))
     assert (found.verdict, found.value) == ("ok", "1.0 GiB of 24.0 GiB in use")
-
-
-def test_many_processes_are_named_largest_first_and_counted(tmp_path: Path) -> None:
-    processes = tuple(GpuProcess(10 + i, i << 30) for i in range(1, 6))
-    value = on_card(tmp_path, processes=processes, used_bytes=15 << 30)["other processes"].value
-    assert value.endswith(
-        "by process 15 (5.0 GiB), process 14 (4.0 GiB), process 13 (3.0 GiB) and 2 more"
-    )
 
 
 @pytest.mark.parametrize(
@@ -679,25 +578,6 @@ def test_size_of_shared_memory_from_its_mount(tmp_path: Path, options: str, tota
     (tmp_path / "proc" / "self" / "mounts").write_text(f"shm /dev/shm tmpfs {options} 0 0\n")
     system = System(str(tmp_path), environ={}, platform="linux", gpus=GpuView())
     assert check_shared_memory(system).facts["total_bytes"] == total
-
-
-def test_memory_high_counts_with_and_without_a_hard_limit(tmp_path: Path) -> None:
-    base = "sys/fs/cgroup/memory."
-    for number, (hard, high, slowed) in enumerate(
-        [("max", "9000000000", True), ("40000000000", "max", False),
-         ("40000000000", "39000000000", True), ("40000000000", "41000000000", False)]
-    ):  # fmt: skip
-        files = {base + "max": hard, base + "high": high, base + "current": "1"}
-        found = examine(machine("docker_v2", tmp_path / str(number), **files))["memory limit"]
-        assert ("slowed from" in found.value) == slowed == (found.verdict == "warn"), found
-
-
-def test_windows_without_an_answer_from_the_card_says_why(tmp_path: Path) -> None:
-    view = GpuView(why="nvidia-ml-py is not installed")
-    system = System(str(tmp_path), environ={}, platform="win32", gpus=view)
-    found = examine(system)["place"]
-    assert (found.verdict, found.value) == ("unknown", "Windows")
-    assert found.why == "the driver model is not visible: nvidia-ml-py is not installed"
 
 
 def test_a_system_without_resource_limits_has_none_on_locked_memory(
