@@ -25,7 +25,7 @@ import oracle_offload
 from oracle_offload import cli
 from oracle_offload.host.patience import Patience, quiet_libraries
 from oracle_offload.planning.known import FILE, every, known, similar
-from oracle_offload.planning.source import _build, _class_of
+from oracle_offload.planning.source import source_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "plan.md").read_text("utf-8")
@@ -33,11 +33,12 @@ PAGE = (ROOT / "docs" / "plan.md").read_text("utf-8")
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", every())
-def test_a_class_makes_as_many_parameters_of_a_config_as_the_list_has(name: str) -> None:
-    model = every()[name]
-    kind = _class_of(model.config, name)
-    assert kind.__name__ == model.kind
-    built = _build(kind, model.config, torch.bfloat16)
+def test_a_class_makes_as_many_parameters_of_a_config_as_the_list_has(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    model, built = every()[name], source_of(name, dtype=torch.bfloat16).module
+    assert built is not None and type(built).__name__ == model.kind
     assert sum(tensor.numel() for tensor in built.parameters()) == model.parameters
     assert all(tensor.is_meta for tensor in [*built.parameters(), *built.buffers()])
 

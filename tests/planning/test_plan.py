@@ -126,12 +126,6 @@ def test_what_a_number_of_parameters_leaves_unknown_is_said() -> None:
     assert not any("the LoRA" in said for said in full.assumptions)
 
 
-def test_what_is_absent_here_is_named_with_who_has_it() -> None:
-    text = str(oracle_offload.plan("32B", card=24, ram="128GB"))
-    for word in ("NVMe", "ZeRO-Infinity", "ZeRO-Offload", "CPUOffloadOptimizer", "FSDP2", "ZeRO-3"):
-        assert word in text
-
-
 # ---- verdicts at their edges ----
 
 
@@ -139,51 +133,11 @@ def device_need(model: nn.Module, **options: Any) -> int:
     return oracle_offload.plan(model, vram="1GiB", ram="1GiB", margin=0, **options).storage.bytes
 
 
-def test_resident_to_the_byte() -> None:
-    need = device_need(net(), rank=1)
-    options = dict(rank=1, ram="1GiB", margin=0)
-    assert oracle_offload.plan(net(), vram=need, **options).fit.verdict == "fits resident"
-    assert oracle_offload.plan(net(), vram=need - 1, **options).fit.verdict == "fits streamed"
-
-
-def test_streamed_to_the_byte() -> None:
-    found = oracle_offload.plan(
-        net(), vram="1GiB", ram="1GiB", margin=0, rank=1, budget=Budget(offload_percent=1.0)
-    )
-    floor = found.storage.device_bytes + found.storage.floor_bytes
-    options = dict(rank=1, ram="1GiB", margin=0)
-    assert oracle_offload.plan(net(), vram=floor, **options).fit.verdict == "fits streamed"
-    short = oracle_offload.plan(net(), vram=floor - 1, **options)
-    assert short.verdict == "does not fit" and short.fit.missing_device == 1
-    host = found.fit.host_bytes
-    enough = oracle_offload.plan(net(), vram=floor, **options | {"ram": -(-host * 10 // 9)})
-    assert enough.fit.verdict == "fits streamed" and enough.fit.ram_budget is None
-    little = oracle_offload.plan(net(), vram=floor, **options | {"ram": "1MiB"})
-    assert little.verdict == "does not fit" and "device" in little.fit.why
-    none = oracle_offload.plan(net(), vram=floor, **options | {"ram": "100KiB"})
-    assert none.fit.missing_host > 0 and "ram_budget" in none.fit.why
-
-
-def test_a_share_elsewhere_is_a_share() -> None:
-    found = oracle_offload.plan("32B", card=24, ram="64GB")
-    for wrong in (91, -0.1, float("nan")):
-        with pytest.raises(ValueError, match="offload_percent="):
-            found.on(24, ram="64GB", budget=Budget(offload_percent=wrong))
-
-
 def test_the_margin_is_left_alone() -> None:
     need = device_need(net(), rank=1)
     options = dict(rank=1, ram="1GiB", margin=0.5)
     assert oracle_offload.plan(net(), vram=2 * need, **options).fit.verdict == "fits resident"
     assert oracle_offload.plan(net(), vram=2 * need - 2, **options).fit.verdict == "fits streamed"
-
-
-def test_full_training_streams_with_gradients_and_state_on_the_host() -> None:
-    found = oracle_offload.plan(net(), train="full", vram="2MiB", ram="1GiB")
-    assert found.fit.verdict == "fits streamed"
-    host = found.fit.host
-    assert host["gradients"] == host["weights"] and host["optimizer state"] >= 2 * host["weights"]
-    assert set(found.fit.device) == {"arena"}
 
 
 # ---- where the bytes are, to the byte ----
@@ -403,7 +357,7 @@ def test_micro_batches_go_together_where_not_all_weights_have_room() -> None:
 def test_a_share_is_from_0_to_1_and_a_margin_below_1(share: float) -> None:
     assert Room(1000, 1000, 0.0, Budget(offload_percent=share)).budget.offloaded_share == share
     assert (Room(1000, 1010, 0.25).device, Room(1000, 1010, 0.25).host) == (750, 909)
-    for wrong in (-0.001, 1.001):
+    for wrong in (-0.001, 1.001, 91, float("nan")):
         with pytest.raises(ValueError, match=re.escape(f"offload_percent={wrong} is outside")):
             Budget(offload_percent=wrong)
     for wrong in (-0.001, 1.0):

@@ -47,6 +47,33 @@ def trained(checkpointing: bool) -> Any:
     return get_peft_model(model, LoraConfig(r=4, lora_alpha=4, target_modules=TARGETS))
 
 
+def measured(model: Any, budget: int) -> tuple[float, int, int, int]:
+    """Seconds of the third step, what moved in it, managed layers, and the peak of a fourth."""
+    ids = torch.zeros(2, 48, dtype=torch.int64)
+
+    def accumulate() -> None:
+        oracle_offload.accumulate(
+            lambda batch: model(input_ids=batch, labels=batch).loss / NUMBER, [ids] * NUMBER
+        )
+
+    with simulator.device("rtx4090", **RATES):
+        manager = oracle_offload.attach(model, "cpu", vram_budget=budget)
+        engine, number = manager.state.engine, manager.attachment.model
+        try:
+            for _ in range(3):
+                model.zero_grad()
+                begin, before = simulator.finish(), engine.stats(number)["h2d_bytes"]
+                with Witness(strict=False, clock=True):
+                    accumulate()
+            seconds, moved = simulator.finish() - begin, engine.stats(number)["h2d_bytes"] - before
+            kept = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+            model.zero_grad()
+            peak = peak_of(accumulate) - kept  # it makes the gradients again
+            return seconds, moved, len(manager.layers), peak
+        finally:
+            manager.detach()
+
+
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointed", "plain"])
 def test_a_step_is_as_the_engine_and_the_allocator_have_it(checkpointing: bool, sim: Any) -> None:
     kind, config = llama()
@@ -61,30 +88,8 @@ def test_a_step_is_as_the_engine_and_the_allocator_have_it(checkpointing: bool, 
         **RATES,
     )
     assert found.step.together and found.fit.x_min_bytes > 0
-    model = trained(checkpointing)
-    ids = torch.zeros(2, 48, dtype=torch.int64)
-
-    def accumulate() -> None:
-        oracle_offload.accumulate(
-            lambda batch: model(input_ids=batch, labels=batch).loss / NUMBER, [ids] * NUMBER
-        )
-
-    with simulator.device("rtx4090", **RATES):
-        manager = oracle_offload.attach(model, "cpu", vram_budget=found.fit.arena_bytes)
-        engine, number = manager.state.engine, manager.attachment.model
-        try:
-            for _ in range(3):
-                model.zero_grad()
-                begin, before = simulator.finish(), engine.stats(number)["h2d_bytes"]
-                with Witness(strict=False, clock=True):
-                    accumulate()
-            seconds, moved = simulator.finish() - begin, engine.stats(number)["h2d_bytes"] - before
-            assert len(manager.layers) > 20
-            kept = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-            model.zero_grad()
-            peak = peak_of(accumulate) - kept  # it makes the gradients again
-        finally:
-            manager.detach()
+    seconds, moved, layers, peak = measured(trained(checkpointing), found.fit.arena_bytes)
+    assert layers > 20
     assert found.speed.step_s == pytest.approx(seconds, rel=0.03)
     assert found.speed.h2d_bytes == pytest.approx(moved, rel=0.03)
     error = found.step.activations / peak - 1
@@ -192,22 +197,7 @@ def test_an_arena_below_one_block_fetches_it_for_each_micro_batch(
     speed = speed_of(found.step, little, found.question.card)
     model = trained(True)
     model.enable_input_require_grads()
-    ids = torch.zeros(2, 48, dtype=torch.int64)
-    with simulator.device("rtx4090", **RATES):
-        manager = oracle_offload.attach(model, "cpu", vram_budget=little.arena_bytes)
-        engine, number = manager.state.engine, manager.attachment.model
-        try:
-            for _ in range(3):
-                model.zero_grad()
-                begin, before = simulator.finish(), engine.stats(number)["h2d_bytes"]
-                with Witness(strict=False, clock=True):
-                    oracle_offload.accumulate(
-                        lambda batch: model(input_ids=batch, labels=batch).loss / NUMBER,
-                        [ids] * NUMBER,
-                    )
-            seconds, moved = simulator.finish() - begin, engine.stats(number)["h2d_bytes"] - before
-        finally:
-            manager.detach()
+    seconds, moved, _, _ = measured(model, little.arena_bytes)
     assert speed.step_s == pytest.approx(seconds, rel=0.05)
     assert speed.h2d_bytes == pytest.approx(moved, rel=0.05)
 
@@ -273,21 +263,11 @@ def test_a_region_inside_another_is_of_that_one(reentrant: bool) -> None:
     assert step.regions == {step.numbers["outer"]: 1, step.numbers["inner"]: 1}
 
 
-class Blocks(nn.Module):
-    """Plain blocks, whose activations are what backward needs of each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.blocks(x)
-        return y
-
-
 def planned(**options: Any) -> oracle_offload.planning.Plan:
-    given = dict(train="full", optimizer="sgd", sample={"x": (64, 256)}, ram="1GiB", margin=0)
-    return oracle_offload.plan(Blocks(), **{"vram": "4MiB", **given, **options})
+    """Of plain blocks, whose activations are what backward needs of each."""
+    given = dict(train="full", optimizer="sgd", sample={"input": (64, 256)}, ram="1GiB", margin=0)
+    blocks = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    return oracle_offload.plan(blocks, **{"vram": "4MiB", **given, **options})
 
 
 def test_where_all_weights_have_room_it_is_the_loop() -> None:

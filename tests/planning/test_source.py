@@ -89,21 +89,10 @@ def test_a_pipeline_and_the_hub_cache(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_headers_without_a_config_give_the_units_of_their_layers(tmp_path: Path, sim: Any) -> None:
     """As if each matrix were a Linear's; blocks are what has numbers below it."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(96)
-            self.up = nn.Linear(96, 192)
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.token_emb = nn.Embedding(50, 96)
-            self.first = nn.Conv2d(3, 8, 3)
-            self.blocks = nn.ModuleList([Block(), Block()])
-
-    model = Net().requires_grad_(False)
+    model = nn.ModuleDict({"token_emb": nn.Embedding(50, 96), "first": nn.Conv2d(3, 8, 3)})
+    blocks = [{"norm": nn.LayerNorm(96), "up": nn.Linear(96, 192)} for _ in range(2)]
+    model["blocks"] = nn.ModuleList(map(nn.ModuleDict, blocks))
+    model.requires_grad_(False)
     save_file(model.state_dict(), tmp_path / "net.safetensors")
     found = oracle_offload.plan(
         tmp_path / "net.safetensors", budget=Budget(offload_percent=1.0), ram="64GB"

@@ -30,14 +30,7 @@ ENGINE = (
     *("to the device, a step", "to the host, a step", "time of a step"),
 )
 ALLOCATED = ("kept on the device", "most on the device", "activations")
-STREAMED = (
-    "units",
-    "managed weights",
-    "masters on the host",
-    "arena",
-    "to the device, a step",
-    "to the host, a step",
-)
+STREAMED = ENGINE[:-1]
 
 
 def recorded(
