@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
@@ -190,11 +189,6 @@ def test_keep_removes_what_was_not_used_longest(
     assert "  compressed weights  2.00 MiB in 2 files\n" in said
     assert names(store) == {"new" + CODED, "oldest" + CODED, "notes.txt"}
     assert (store.folder.parent / "heartbeat-1.json").exists()
-
-
-def test_the_command_says_whether_it_understood_a_size(store: Store) -> None:
-    assert cache.run(argparse.Namespace(clear=False, keep=None)) == cli.Exit.OK
-    assert cache.run(argparse.Namespace(clear=False, keep="much")) == cli.Exit.ERROR
 
 
 def test_what_is_no_size_is_refused(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

@@ -215,11 +215,6 @@ def test_a_seed_that_is_none_is_refused(value: str) -> None:
     assert code == 1
 
 
-def test_a_seed_that_does_not_fit_is_refused_and_not_cut() -> None:
-    said, _ = refusal(ORACLE_OFFLOAD_SIM_SEED=f"random:{2**64}")
-    assert f"ORACLE_OFFLOAD_SIM_SEED='random:{2**64}'" in said
-
-
 @pytest.mark.parametrize("schedule", list(Schedule))
 def test_what_python_accepts_the_library_accepts(schedule: Schedule) -> None:
     name = schedule.name.lower().replace("_", "-")
@@ -266,8 +261,6 @@ def test_a_device_can_be_changed_while_nobody_uses_it() -> None:
     assert simulator.get_device() == before
     with pytest.raises(DriverError, match="not positive"):
         simulator.set_device(0, simulator.Device("x", -1, 0, 0, 1, 1, 0))
-    with pytest.raises(ValueError, match="63 bytes"):
-        simulator.set_device(0, simulator.Device("x" * 64, 1, 0, 0, 1, 1, 0))
 
 
 def test_a_two_layer_step_takes_the_time_worked_out_by_hand() -> None:

@@ -175,8 +175,6 @@ def test_what_is_not_known_is_said() -> None:
     assert "no copy to the device was timed" in found(grown(h2d_seconds=0.0)).why
     still = found(grown(h2d_seconds=0.0, h2d_bytes=0))
     assert still.bound == "link" and still.overlap is None, "it waited all the same"
-    assert "did not wait for the device" in found(replace(WINDOW, seconds=15.9)).why
-    assert not found(replace(WINDOW, seconds=16.1)).why
     assert "did not wait" in found(replace(WINDOW, seconds=0.0), []).why
 
 
