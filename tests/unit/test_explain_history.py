@@ -35,26 +35,11 @@ def test_truth_values_are_no_numbers() -> None:
     assert signs(plain)[0].nbytes == signs(flagged)[0].nbytes
 
 
-def test_steady_growth_is_a_leak_and_its_size_is_known() -> None:
-    records = steps(
-        step=list(range(40)), allocated_bytes=[8 * GiB + i * GiB // 4 for i in range(40)]
-    )
-    leak = signs(records)[0]
-    assert (leak.cause, leak.confidence) == ("leak", "high")
-    assert leak.nbytes == 36 * GiB // 4
-    assert cause(records) == "leak"
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_around_a_plateau_is_no_leak(seed: int) -> None:
     rng = random.Random(seed)
     held = [20 * GiB + rng.randint(-GiB, GiB) for _ in range(60)]
     assert cause(steps(step=list(range(60)), allocated_bytes=held)) == "too_big", f"seed {seed}"
-
-
-def test_a_warm_up_and_a_single_jump_are_no_leak() -> None:
-    held = [2 * GiB, 9 * GiB, 14 * GiB] + [14 * GiB] * 30 + [20 * GiB] * 3
-    assert cause(steps(step=list(range(36)), allocated_bytes=held)) == "too_big"
 
 
 @pytest.mark.parametrize(("last", "found"), [(15, "leak"), (16, "too_big")])
