@@ -105,6 +105,14 @@ def made_there(as_it_was):
 
 
 @pytest.fixture
+def from_the_start(as_it_was):
+    """Let dynamo know nothing, and count from 0."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.fixture
 def in_this_process(monkeypatch):
     """Run what `bench --matrix` would run in a process here: an example."""
 

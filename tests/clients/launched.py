@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
 
-import sides  # noqa: E402, F401, I001 - puts the helpers of tests/training on the path
+from sides import Rows  # noqa: E402, I001 - puts the helpers of tests/training on the path
 import models  # noqa: E402
 import torch  # noqa: E402
 
@@ -38,19 +38,6 @@ def adapted(share):
     return model
 
 
-class Rows(torch.utils.data.Dataset):
-    """Sixteen fixed sequences."""
-
-    def __init__(self):
-        self.ids = torch.randint(0, 100, (16, 9), generator=torch.Generator().manual_seed(3))
-
-    def __len__(self):
-        return len(self.ids)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
-
-
 def trained(model):
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -61,7 +48,7 @@ def accelerate(share, folder):
     accelerator = Accelerator(cpu=True)
     model = adapted(share)
     optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
-    loader = torch.utils.data.DataLoader(Rows(), batch_size=2)
+    loader = torch.utils.data.DataLoader(Rows(16), batch_size=2)
     prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for _, batch in zip(range(STEPS), loader, strict=False):
         accelerator.backward(prepared(**batch).loss)
@@ -94,7 +81,7 @@ def lightning(share, folder):
         enable_checkpointing=False,
         default_root_dir=folder,
         **quiet,
-    ).fit(module, torch.utils.data.DataLoader(Rows(), batch_size=2))
+    ).fit(module, torch.utils.data.DataLoader(Rows(16), batch_size=2))
     return module.model
 
 
@@ -112,7 +99,7 @@ def trainer(share, folder):
         disable_tqdm=True,
     )
     model = adapted(share)
-    Trainer(model, arguments, train_dataset=Rows()).train()
+    Trainer(model, arguments, train_dataset=Rows(16)).train()
     return model
 
 

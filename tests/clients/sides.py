@@ -33,6 +33,19 @@ def default_device():
     return contextlib.nullcontext() if DEVICE == "cpu" else torch.device(DEVICE)
 
 
+class Rows(torch.utils.data.Dataset):
+    """So many fixed sequences."""
+
+    def __init__(self, count):
+        self.ids = torch.randint(0, 100, (count, 9), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
 class Side:
     """One of the runs of a client.
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 
+import capturing
 import pytest
 import sides
 import torch
+from capturing import Checkpointed, compiled
 from equality import RUNS, assert_models_agree, assert_same, attached, gradients, resident_pair
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from oracle_offload.model.witness import Witness
 
-pytestmark = pytest.mark.usefixtures("made_there")
+pytestmark = pytest.mark.usefixtures("made_there", "from_the_start")
 DEPTH = 9  # more blocks than dynamo compiles variants of one function
 
 
@@ -35,20 +36,8 @@ class Block(nn.Module):
 OPERATORS = ("layer_norm", "gelu", "sin", "relu", "add")
 
 
-class Model(nn.Module):
-    def __init__(self, checkpointing=None):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(DEPTH)])
-        self.head = nn.Linear(32, 8)
-        self.checkpointing = checkpointing
-
-    def forward(self, x):
-        for block in self.blocks:
-            if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
-            else:
-                x = block(x)
-        return self.head(x)
+def model_of(checkpointing=""):
+    return Checkpointed([Block() for _ in range(DEPTH)], nn.Linear(32, 8), checkpointing)
 
 
 def step(model):
@@ -60,52 +49,26 @@ def step(model):
     return [y, sampled, x.grad]
 
 
-class Backend:
-    """Compile by a backend of torch, and count what its graphs ran."""
-
-    def __init__(self, name):
-        self.compiler = torch._dynamo.lookup_backend(name)
-        self.ran = []
-
-    def __call__(self, graph, inputs):
-        compiled = self.compiler(graph, inputs)
-        calls = [str(node.target) for node in graph.graph.nodes if node.op.startswith("call")]
-
-        def run(*arguments):
-            self.ran.extend(calls)
-            return compiled(*arguments)
-
-        return run
+class Backend(capturing.Backend):
+    """Count any operator of its graphs."""
 
     def count(self, operator):
         return sum(operator in re.sub("0x[0-9a-f]+", "", call) for call in self.ran)
 
 
-def compiled(model, how, backend):
-    """Return what to call in place of `model`."""
-    if how == "torch.compile(model)":
-        return torch.compile(model, backend=backend)
-    for part in [model] if how == "model.compile()" else model.blocks:
-        part.compile(backend=backend)
-    return model
-
-
 @pytest.mark.parametrize(
     ("how", "order", "name"),
     [
-        ("model.compile()", "attach first", "aot_eager"),
-        ("model.compile()", "compile first", "eager"),
-        ("torch.compile(model)", "attach first", "eager"),
-        ("torch.compile(model)", "compile first", "aot_eager"),
-        ("block.compile()", "attach first", "aot_eager"),
-        ("block.compile()", "compile first", "eager"),
+        ("model.compile", "attach first", "aot_eager"),
+        ("model.compile", "compile first", "eager"),
+        ("torch.compile", "attach first", "eager"),
+        ("torch.compile", "compile first", "aot_eager"),
+        ("block.compile", "attach first", "aot_eager"),
+        ("block.compile", "compile first", "eager"),
     ],
 )
 def test_the_operators_between_managed_layers_are_in_graphs(how, order, name):
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    counters.clear()
-    managed, resident = resident_pair(Model())
+    managed, resident = resident_pair(model_of())
     backend = Backend(name)
     called = compiled(managed, how, backend) if order == "compile first" else None
     with attached(managed) as manager:
@@ -130,9 +93,7 @@ def test_the_operators_between_managed_layers_are_in_graphs(how, order, name):
     [("reentrant", False), ("non-reentrant", False), ("non-reentrant", True)],
 )
 def test_checkpointing_and_compile(checkpointing, frozen):
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    managed, resident = resident_pair(Model(checkpointing))
+    managed, resident = resident_pair(model_of(checkpointing))
     for model in (managed, resident):
         model.requires_grad_(not frozen)
     backend = Backend("aot_eager")
@@ -146,9 +107,7 @@ def test_checkpointing_and_compile(checkpointing, frozen):
 
 def test_compile_without_the_witness():
     """The first forward is watched, which must not keep it from being compiled."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    managed, resident = resident_pair(Model())
+    managed, resident = resident_pair(model_of())
     backend = Backend("aot_eager")
     with attached(managed) as manager:
         managed.compile(backend=backend)
@@ -164,9 +123,7 @@ def test_compile_without_the_witness():
 
 
 def test_compile_under_autocast():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    managed, resident = resident_pair(Model())
+    managed, resident = resident_pair(model_of())
 
     def autocast_step(model):
         with torch.autocast(sides.DEVICE, torch.bfloat16):
@@ -183,9 +140,7 @@ def test_compile_under_autocast():
 
 def test_a_model_that_waits_for_its_first_forward_keeps_nothing_from_being_compiled():
     """A text encoder whose embeddings are cached may never be called."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    managed, resident = resident_pair(Model())
+    managed, resident = resident_pair(model_of())
     backend = Backend("eager")
     with attached(managed), attached(nn.Sequential(nn.Linear(8, 8))):
         managed.compile(backend=backend)
@@ -196,9 +151,7 @@ def test_a_model_that_waits_for_its_first_forward_keeps_nothing_from_being_compi
 
 def test_one_compiled_block_serves_all_blocks():
     """Managed layers are of one class, so blocks do not differ to the compiler."""
-    torch._dynamo.reset()
-    counters.clear()
-    managed = Model().requires_grad_(False)
+    managed = model_of().requires_grad_(False)
     with attached(managed), torch.no_grad():
         for block in managed.blocks:
             block.compile(backend="eager")
@@ -208,7 +161,7 @@ def test_one_compiled_block_serves_all_blocks():
     assert 0 < once <= 3, "of a block, before, between and after its managed layers"
 
 
-@pytest.mark.parametrize("how", ["model.compile()", "torch.compile(model)"])
+@pytest.mark.parametrize("how", ["model.compile", "torch.compile"])
 def test_a_graph_computes_with_a_weight_that_it_reads(how):
     class Direct(nn.Module):
         def __init__(self):
@@ -220,8 +173,6 @@ def test_a_graph_computes_with_a_weight_that_it_reads(how):
             weights = {name: module.weight for name, module in self.named_children()}
             return F.linear(self.first(x.sin()), weights["second"]).cos()
 
-    torch.manual_seed(0)
-    torch._dynamo.reset()
     managed, resident = resident_pair(Direct())
     x = torch.randn(2, 16)
     expected = resident(x)

@@ -27,19 +27,14 @@ from oracle_offload.model import selection
 
 KINDS = ("linear", "convolution", "embedding", "lent")
 
-pytestmark = pytest.mark.usefixtures("made_there")
+pytestmark = pytest.mark.usefixtures("made_there", "from_the_start")
 
 
 @pytest.fixture(autouse=True)
-def forget(monkeypatch):
+def as_in_large_ones(monkeypatch):
     """Lend small experts, too, but no norms: so it is in large models."""
     monkeypatch.setattr(selection, "SMALL_BYTES", 4 << 10)
     monkeypatch.setattr(selection, "SMALL_TOGETHER", (1 << 20, 1 << 20))
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def read(model, size):

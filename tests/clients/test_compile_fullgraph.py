@@ -8,10 +8,9 @@ import gc
 import pytest
 import torch
 import torch._inductor.utils
-from capturing import BACKENDS, Backend
+from capturing import BACKENDS, Backend, Checkpointed, compiled, uses
 from equality import (
     RUNS,
-    Recorder,
     assert_models_agree,
     assert_same,
     attached,
@@ -52,47 +51,19 @@ class Block(nn.Module):
         return self.down(x + y.sin())  # nothing after it is saved: a checkpoint ends with it
 
 
-class Model(nn.Module):
-    def __init__(self, checkpointing=False, unused=True):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(unused) for _ in range(DEPTH)])
-        self.head = nn.Linear(32, 8)
-        self.checkpointing = checkpointing
-
-    def forward(self, x):
-        for block in self.blocks:
-            if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
-        return self.head(x)
+pytestmark = pytest.mark.usefixtures("made_there", "from_the_start")
 
 
-pytestmark = pytest.mark.usefixtures("made_there")
+def model_of(checkpointing=False, unused=True):
+    blocks = [Block(unused) for _ in range(DEPTH)]
+    return Checkpointed(blocks, nn.Linear(32, 8), checkpointing)
 
 
-@pytest.fixture(autouse=True)
-def forget():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-def step(model, called=None, shape=(2, 5, 32)):
+def step(called, shape=(2, 5, 32)):
     x = torch.randn(shape, requires_grad=True)
-    y = (model if called is None else called)(x)
+    y = called(x)
     y.square().sum().backward()
     return [y, x.grad]
-
-
-def compiled(model, how, backend):
-    if how == "torch.compile":
-        return torch.compile(model, backend=backend, fullgraph=True)
-    for block in model.blocks:
-        block.compile(backend=backend, fullgraph=True)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -109,46 +80,30 @@ def compiled(model, how, backend):
     ],
 )
 def test_each_managed_layer_is_one_operator(how, order, name, checkpointing, frozen):
-    managed, resident = resident_pair(Model(checkpointing, unused=False))
+    managed, resident = resident_pair(model_of(checkpointing, unused=False))
     for model in (managed, resident):
         model.requires_grad_(not frozen)
     backend, reference = Backend(name), Backend(name)
     called = None
     if order == "compile first":
-        called = compiled(managed, how, backend)
-        step(managed, called)  # compiled and run before there is anything to manage
+        called = compiled(managed, how, backend, fullgraph=True)
+        step(called)  # compiled and run before there is anything to manage
         managed.zero_grad()
         assert backend.count("linear") == 0
-    beside = compiled(resident, how, reference)
+    beside = compiled(resident, how, reference, fullgraph=True)
     with attached(managed) as manager:
         assert len(manager.layers) == LAYERS * DEPTH + 1
-        called = compiled(managed, how, backend) if called is None else called
+        if called is None:
+            called = compiled(managed, how, backend, fullgraph=True)
         backend.ran.clear()
         state = manager.attachment.state
         calls = {managed: called, resident: beside}
-        assert_models_agree(managed, resident, lambda m: step(m, calls.get(m, m)))
+        assert_models_agree(managed, resident, lambda m: step(calls.get(m, m)))
         layers = (LAYERS - 1) * DEPTH + (how == "torch.compile")
         again = checkpointing and how == "block.compile"  # its recompute runs the graph again
         assert backend.count("linear") == RUNS * 2 * layers * (1 + again)
         assert state.engine.stats()["h2d_bytes"] > 0
     assert not counters["graph_break"]
-
-
-def uses(model, how, backend, steps=2):
-    """Return the order in which layers took their weights, the bytes that came, and the results."""
-    model = copy.deepcopy(model)
-    torch.manual_seed(1)
-    with attached(model) as manager:
-        state = manager.attachment.state
-        called = model if backend is None else compiled(model, how, backend)
-        results = [step(model, called) for _ in range(steps)]
-        before = state.engine.stats()["h2d_bytes"]
-        state.engine = recorder = Recorder(state.engine)
-        results.append(step(model, called))
-        state.engine = recorder._engine
-        names = {layer.member: layer.name for layer in manager.attachment.layers}
-        brought = state.engine.stats()["h2d_bytes"] - before
-    return [names[member] for member in recorder.acquired], brought, results
 
 
 @pytest.mark.parametrize(
@@ -162,9 +117,9 @@ def uses(model, how, backend, steps=2):
 )
 def test_order_and_bytes_are_those_of_eager(name, checkpointing):
     """A recompute is directly before its backward, and what nothing comes of is used too."""
-    model = Model(checkpointing, unused=not checkpointing).requires_grad_(False)
-    order, brought, _ = uses(model, "torch.compile", None)
-    found, found_brought, _ = uses(model, "torch.compile", name)
+    model = model_of(checkpointing, unused=not checkpointing).requires_grad_(False)
+    order, brought = uses(copy.deepcopy(model), None, step)
+    found, found_brought = uses(copy.deepcopy(model), name, step)
     assert brought > 0
     assert found == order
     assert found_brought == brought
@@ -179,18 +134,18 @@ PURE = {
 @in_turn("which,name", PURE, ("aot_eager", "inductor"))
 def test_an_operator_declared_pure_is_caught(which, name, monkeypatch):
     """What the test above sees: a compiler drops a pure operator whose result is not used."""
-    model = Model(unused=True).requires_grad_(False)
-    order, *_ = uses(model, "torch.compile", None)
+    model = model_of(unused=True).requires_grad_(False)
+    order, _ = uses(copy.deepcopy(model), None, step)
     impure, advance = PURE[which], traced.advance
     monkeypatch.setattr(traced, "advance", lambda sequence, y: impure(advance, sequence, y))
-    found, *_ = uses(model, "torch.compile", name)
+    found, _ = uses(copy.deepcopy(model), name, step)
     assert found != order
     assert not any("unused" in name for name in found)
 
 
 def test_saved_activations_are_those_of_eager():
     """With the checkpoint inside the compiled region: the input of each block."""
-    model = Model(checkpointing=True, unused=False).requires_grad_(False)
+    model = model_of(checkpointing=True, unused=False).requires_grad_(False)
     x = torch.randn(64, 16, 32, requires_grad=True)
     saved = {}
 
@@ -199,7 +154,7 @@ def test_saved_activations_are_those_of_eager():
         return tensor
 
     with attached(model):
-        called = compiled(model, "torch.compile", "aot_eager")
+        called = compiled(model, "torch.compile", "aot_eager", fullgraph=True)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             called(x)
         for parameter in model.parameters():
@@ -216,7 +171,7 @@ def test_the_peak_of_activations_is_that_of_eager(how, frozen):
 
     The checkpoint is inside the compiled region, or around it where blocks are compiled.
     """
-    model = Model(checkpointing=True, unused=False).requires_grad_(not frozen)
+    model = model_of(checkpointing=True, unused=False).requires_grad_(not frozen)
     x = torch.randn(256, 16, 32, requires_grad=True)
 
     def peak(called):
@@ -230,7 +185,7 @@ def test_the_peak_of_activations_is_that_of_eager(how, frozen):
 
     with attached(model) as manager:
         eager = peak(model)
-        called = compiled(model, how, "aot_eager")
+        called = compiled(model, how, "aot_eager", fullgraph=True)
         before = manager.attachment.state.engine.stats()["h2d_bytes"]
         found = peak(called)
         assert manager.attachment.state.engine.stats()["h2d_bytes"] > before
@@ -241,11 +196,11 @@ def test_the_peak_of_activations_is_that_of_eager(how, frozen):
 @pytest.mark.parametrize("name", ["eager", "aot_eager"])
 def test_a_forward_after_a_backward_is_noticed(name):
     """Then the arena may grow to the blocks that were learned; a sample is none."""
-    model = Model(checkpointing=True, unused=False).requires_grad_(False)
+    model = model_of(checkpointing=True, unused=False).requires_grad_(False)
     with attached(model) as manager:
-        called = compiled(model, "torch.compile", name)
+        called = compiled(model, "torch.compile", name, fullgraph=True)
         for number in range(3):
-            step(model, called)
+            step(called)
             with torch.no_grad():
                 called(torch.randn(2, 5, 32))
             assert manager.attachment.state.pace.passes == number
@@ -253,10 +208,10 @@ def test_a_forward_after_a_backward_is_noticed(name):
 
 def test_lengths_and_modes_are_compiled_few_times():
     """By dynamo, whose guards say so; test_compile_families.py has any size under aot_eager."""
-    managed, resident = resident_pair(Model())
+    managed, resident = resident_pair(model_of())
     backend = Backend("eager")
     with attached(managed) as manager:
-        called = compiled(managed, "torch.compile", backend)
+        called = compiled(managed, "torch.compile", backend, fullgraph=True)
         for length in (5, 7, 11, 3):
             for grad in (True, False):
                 with torch.set_grad_enabled(grad):
@@ -269,10 +224,10 @@ def test_lengths_and_modes_are_compiled_few_times():
 
 
 def test_one_compiled_block_serves_all():
-    managed = Model().requires_grad_(False)
+    managed = model_of().requires_grad_(False)
     backend = Backend("eager")
     with attached(managed), torch.no_grad():
-        compiled(managed, "block.compile", backend)
+        compiled(managed, "block.compile", backend, fullgraph=True)
         for _ in range(3):
             managed(torch.randn(2, 5, 32))
     assert backend.graphs == 1
@@ -283,7 +238,7 @@ def test_one_compiled_block_serves_all():
 def test_several_forwards_before_a_backward(name):
     """Of one graph, and of several that break apart inside one block."""
 
-    class Broken(Model):
+    class Broken(Checkpointed):
         def forward(self, x):
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=False)
@@ -300,7 +255,8 @@ def test_several_forwards_before_a_backward(name):
         second.square().sum().backward()
         return [first, second, x.grad]
 
-    managed, resident = resident_pair(Broken(unused=False))
+    blocks = [Block(unused=False) for _ in range(DEPTH)]
+    managed, resident = resident_pair(Broken(blocks, nn.Linear(32, 8)))
     with attached(managed):
         calls = {model: torch.compile(model, backend=name) for model in (managed, resident)}
         assert_models_agree(managed, resident, forwards)
@@ -433,7 +389,7 @@ def test_sparse_gradients_under_inductor(monkeypatch, tmp_path):
 @pytest.mark.parametrize("first", ["attach", "adapters"])
 def test_lora(first):
     peft = pytest.importorskip("peft")
-    plain = Model(unused=False)
+    plain = model_of(unused=False)
     settings = peft.LoraConfig(r=2, target_modules=["q", "v", "down"], init_lora_weights=False)
     torch.manual_seed(3)
     resident = peft.get_peft_model(copy.deepcopy(plain), settings)
@@ -451,9 +407,9 @@ def test_lora(first):
         }
         for _ in range(2):
             torch.manual_seed(4)
-            found = step(managed, calls[managed])
+            found = step(calls[managed])
             torch.manual_seed(4)
-            assert_same(found, step(resident, calls[resident]))
+            assert_same(found, step(calls[resident]))
         grads = [
             {n: p.grad for n, p in m.named_parameters() if "lora" in n} for m in (managed, resident)
         ]
@@ -479,7 +435,7 @@ class Adapter(nn.Module):
 
 def test_the_compile_gate_of_ai_toolkit():
     """After attach and adapters: wrappers in the list of blocks, for any size from the first on."""
-    managed, resident = resident_pair(Model(True, unused=False).requires_grad_(False))
+    managed, resident = resident_pair(model_of(True, unused=False).requires_grad_(False))
     backend, theirs, found = Backend("aot_eager"), Backend("aot_eager"), {}
     lengths = (5, 7, 11)
     with attached(managed) as manager:
@@ -505,12 +461,12 @@ def test_the_compile_gate_of_ai_toolkit():
 
 def test_accumulate_fetches_compiled_blocks_once():
     """A compiled block is one piece for micro-batches that take turns, whatever its size."""
-    managed, resident = resident_pair(Model(unused=False))
+    managed, resident = resident_pair(model_of(unused=False))
     batches = [torch.randn(2, 5, 32) for _ in range(3)]
     for batch in batches:
         resident(batch).square().mean().backward()
     with attached(managed) as manager:
-        compiled(managed, "block.compile", "aot_eager")
+        compiled(managed, "block.compile", "aot_eager", fullgraph=True)
         state, brought = manager.attachment.state, []
         for interleave in (False, False, True, True):  # the second of each has all compiled
             managed.zero_grad()
@@ -524,7 +480,7 @@ def test_accumulate_fetches_compiled_blocks_once():
 
 
 def test_autocast():
-    managed, resident = resident_pair(Model(unused=False))
+    managed, resident = resident_pair(model_of(unused=False))
     backend = Backend("aot_eager")
 
     def autocast_step(model):
@@ -561,7 +517,7 @@ def test_a_leaf_that_autocast_casts(first):
 
 @in_turn("write,name", ["in place", "through .data"], BACKENDS)
 def test_a_weight_that_changes_before_backward_is_refused(write, name):
-    model = Model(unused=False)
+    model = model_of(unused=False)
     with attached(model):
         called = torch.compile(model, backend=name, fullgraph=True)
         loss = called(torch.randn(2, 5, 32, requires_grad=True)).sum()

@@ -9,13 +9,13 @@ import itertools
 import random
 import re
 
+import capturing
 import numpy
 import pytest
 import torch
-from capturing import BACKENDS, Backend
+from capturing import BACKENDS, Backend, Checkpointed, compiled
 from equality import (
     RUNS,
-    Recorder,
     assert_models_agree,
     assert_same,
     attached,
@@ -25,7 +25,6 @@ from families import FAMILIES
 from tiers import in_turn
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 
 from oracle_offload import OffloadError, StaleWeightsError
 from oracle_offload.layers import compiled as lent_in_compiled
@@ -35,19 +34,12 @@ from oracle_offload.model import selection
 WIDTH = 16
 DEPTH = 3
 
-pytestmark = pytest.mark.usefixtures("made_there")
+pytestmark = pytest.mark.usefixtures("made_there", "from_the_start")
 
 
 @pytest.fixture(autouse=True)
-def forget(monkeypatch):
-    """Lend small tensors too, so that small models say what large ones do."""
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+def as_large_ones(nothing_is_small):
+    """Small models say what large ones do."""
 
 
 class Mixing(nn.Module):
@@ -77,36 +69,17 @@ class Block(nn.Module):
         return x + self.linear(y)
 
 
-class Model(nn.Module):
-    def __init__(self, checkpointing="", train=False):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(train) for _ in range(DEPTH)])
-        self.checkpointing = checkpointing
-
-    def forward(self, x):
-        for block in self.blocks:
-            if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
-        return x
+def model_of(checkpointing="", train=False):
+    return Checkpointed([Block(train) for _ in range(DEPTH)], None, checkpointing)
 
 
-def step(called, shape=(2, 5, WIDTH)):
-    x = torch.randn(shape, requires_grad=True)
+def step(called):
+    x = torch.randn(2, 5, WIDTH, requires_grad=True)
     y = called(x)
     y.square().sum().backward()
     with torch.no_grad():
         sampled = called(x)
     return [y, x.grad, sampled]
-
-
-def compiled(model, how, backend, fullgraph=True):
-    if how == "torch.compile":
-        return torch.compile(model, backend=backend, fullgraph=fullgraph)
-    for block in model.blocks:
-        block.compile(backend=backend, fullgraph=fullgraph)
-    return model
 
 
 def leaves(manager):
@@ -126,16 +99,17 @@ def leaves(manager):
     BACKENDS,
 )
 def test_each_call_of_a_lent_module_is_one_operator(how, order, checkpointing, train, name):
-    managed, resident = resident_pair(Model(checkpointing, train))
+    managed, resident = resident_pair(model_of(checkpointing, train))
     backend, called = Backend(name), None
     if order == "compile first":
-        called = compiled(managed, how, backend)
+        called = compiled(managed, how, backend, fullgraph=True)
         step(called)
         managed.zero_grad()
         assert backend.count("lent") == 0
     with attached(managed) as manager:
         assert len(leaves(manager)) == DEPTH
-        called = compiled(managed, how, backend) if called is None else called
+        if called is None:
+            called = compiled(managed, how, backend, fullgraph=True)
         backend.ran.clear()
         calls = {managed: called, resident: resident}
         assert_models_agree(managed, resident, lambda m: step(calls.get(m, m)))
@@ -148,24 +122,9 @@ def test_each_call_of_a_lent_module_is_one_operator(how, order, checkpointing, t
 
 
 def uses(model, backend, call):
-    """Return the order in which leaves took their weights, and the bytes that came.
-
-    What is taken again at once counts once.
-    """
-    model = copy.deepcopy(model)
-    torch._dynamo.reset()
-    with attached(model) as manager:
-        state = manager.attachment.state
-        called = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
-        for _ in range(2):
-            call(called)
-        before = state.engine.stats()["h2d_bytes"]
-        state.engine = recorder = Recorder(state.engine)
-        call(called)
-        state.engine = recorder._engine
-        names = {layer.member: layer.name for layer in manager.attachment.layers}
-        brought = state.engine.stats()["h2d_bytes"] - before
-    return once([names[member] for member in recorder.acquired]), brought
+    """What is taken again at once counts once."""
+    names, brought = capturing.uses(copy.deepcopy(model), backend, call)
+    return once(names), brought
 
 
 def once(names):
@@ -183,7 +142,7 @@ def once(names):
     ],
 )
 def test_order_and_bytes_are_those_of_eager(checkpointing, train, name):
-    model = Model(checkpointing).requires_grad_(train)
+    model = model_of(checkpointing).requires_grad_(train)
     order, brought = uses(model, None, step)
     found, found_brought = uses(model, name, step)
     assert brought > 0
@@ -201,13 +160,13 @@ def test_backward_makes_a_call_once_more(checkpointing, eager, found, monkeypatc
     """And no more than eager's, with the checkpoint inside the compiled region."""
     calls, lend_to = [], AnyLayer.lend_to
     monkeypatch.setattr(AnyLayer, "lend_to", lambda *given: calls.append(1) or lend_to(*given))
-    model = Model(checkpointing).requires_grad_(False)
+    model = model_of(checkpointing).requires_grad_(False)
     how = "block.compile" if checkpointing == "outside" else "torch.compile"
     x = torch.randn(2, WIDTH, requires_grad=True)
     with attached(model):
         model(x).sum().backward()
         assert len(calls) == eager * DEPTH
-        called = compiled(model, how, "aot_eager")
+        called = compiled(model, how, "aot_eager", fullgraph=True)
         calls.clear()
         called(x).sum().backward()
         assert len(calls) == found * DEPTH
@@ -939,7 +898,7 @@ def test_a_gradient_has_the_memory_and_the_layout_of_its_own(transposed):
 def test_inductor_may_write_over_what_an_operator_was_given(monkeypatch, tmp_path):
     """It reuses the memory of what it believes to be read no more."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what it wrote before is no proof
-    model = Model(train=True)
+    model = model_of(train=True)
     wanted = copy.deepcopy(model)
     x = torch.randn(64, WIDTH, requires_grad=True)
     wanted(x).square().sum().backward()
@@ -953,7 +912,7 @@ def test_inductor_may_write_over_what_an_operator_was_given(monkeypatch, tmp_pat
 
 @in_turn("train,name", [False, True], BACKENDS)
 def test_autocast(train, name):
-    managed, resident = resident_pair(Model(train=train))
+    managed, resident = resident_pair(model_of(train=train))
 
     def under_autocast(model):
         x = torch.randn(2, 5, WIDTH, requires_grad=True)
@@ -1046,7 +1005,7 @@ def test_a_computed_weight_is_refused(name):
 
 @pytest.mark.parametrize("how", ["in place", ".data"])
 def test_weights_that_change_before_backward_are_refused(how):
-    model = Model()
+    model = model_of()
     with attached(model) as manager:
         y = torch.compile(model, backend="aot_eager")(torch.randn(2, WIDTH, requires_grad=True))
         weight = model.blocks[1].mix.weight
@@ -1063,7 +1022,7 @@ def test_weights_that_change_before_backward_are_refused(how):
 
 @pytest.mark.parametrize("name", ["eager", "aot_eager"])
 def test_a_detach_before_backward_is_refused(name):
-    model = Model()
+    model = model_of()
     with attached(model):
         y = torch.compile(model, backend=name)(torch.randn(2, WIDTH, requires_grad=True))
     with pytest.raises(OffloadError, match=r"detached between forward and backward"):
@@ -1071,7 +1030,7 @@ def test_a_detach_before_backward_is_refused(name):
 
 
 def test_backward_twice_of_a_graph_that_is_kept():
-    managed, resident = resident_pair(Model(train=True))
+    managed, resident = resident_pair(model_of(train=True))
     x = torch.randn(2, WIDTH, requires_grad=True)
     with attached(managed) as manager:
         for called in (torch.compile(managed, backend="aot_eager"), resident):
@@ -1113,10 +1072,10 @@ def test_an_exception_leaves_no_slot_held(name):
 
 
 def test_one_compiled_block_serves_all():
-    managed = Model()
+    managed = model_of()
     backend = Backend("aot_eager")
     with attached(managed), torch.no_grad():
-        compiled(managed, "block.compile", backend)
+        compiled(managed, "block.compile", backend, fullgraph=True)
         for _ in range(3):
             managed(torch.randn(2, 5, WIDTH))
     assert backend.graphs == 1

@@ -9,8 +9,8 @@ import pytest
 import quantised
 import sides
 import torch
-from capturing import BACKENDS, Backend
-from equality import RUNS, Recorder, assert_models_agree, assert_same, attached
+from capturing import BACKENDS, Backend, uses
+from equality import RUNS, assert_models_agree, assert_same, attached
 from tiers import in_turn
 from torch import nn
 from torch._dynamo.utils import counters
@@ -18,32 +18,7 @@ from torch._dynamo.utils import counters
 from oracle_offload import OffloadError
 from oracle_offload.layers.quantised import QuantisedLayer
 
-
-@pytest.fixture(autouse=True)
-def forget():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-def uses(kind, backend, call):
-    """Return the order in which leaves took their weights, and the bytes that came."""
-    model = nn.Sequential(*quantised.model_of(kind, torch.float32))
-    torch._dynamo.reset()
-    with attached(model) as manager:
-        state = manager.attachment.state
-        called = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
-        for _ in range(2):
-            call(called)
-        before = state.engine.stats()["h2d_bytes"]
-        state.engine = recorder = Recorder(state.engine)
-        call(called)
-        state.engine = recorder._engine
-        names = {layer.member: layer.name for layer in manager.attachment.layers}
-        brought = state.engine.stats()["h2d_bytes"] - before
-    return [names[member] for member in recorder.acquired], brought
+pytestmark = pytest.mark.usefixtures("from_the_start")
 
 
 @in_turn("kind,name", quantised.FORMATS, BACKENDS)
@@ -75,8 +50,10 @@ def test_quantised_layers_keep_order_and_bytes(kind):
             x = torch.randn(rows, 64, device=sides.DEVICE, requires_grad=True)
             called(x).square().sum().backward()
 
-    order, brought = uses(kind, None, call)
-    found, found_brought = uses(kind, "aot_eager", call)
+    (order, brought), (found, found_brought) = (
+        uses(nn.Sequential(*quantised.model_of(kind, torch.float32)), backend, call)
+        for backend in (None, "aot_eager")
+    )
     assert brought > 0
     # In eager backward each operator on a weight borrows it.
     order, found = ([name for name, _ in itertools.groupby(names)] for names in (order, found))

@@ -6,26 +6,12 @@ import models
 import pytest
 import sides
 import torch
-from sides import compare, values
+from sides import Rows, compare, values
 from torch._dynamo.utils import counters
 from transformers import Trainer, TrainingArguments, training_args
 from transformers.trainer_utils import get_last_checkpoint
 
 from oracle_offload.train.micro_batches import kernel_flags
-
-
-class Rows(torch.utils.data.Dataset):
-    """Twelve fixed sequences."""
-
-    def __init__(self):
-        generator = torch.Generator().manual_seed(3)
-        self.ids = torch.randint(0, 100, (12, 9), generator=generator)
-
-    def __len__(self):
-        return len(self.ids)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 class OnDevice:
@@ -75,7 +61,7 @@ def trainer(side, model, folder, **options):
     if sides.DEVICE != "cpu":
         options.pop("max_grad_norm", None)
     arguments = Arguments(output_dir=str(folder), **{**common(), **options})
-    return stepping(side)(model, arguments, train_dataset=Rows())
+    return stepping(side)(model, arguments, train_dataset=Rows(12))
 
 
 def losses(run):
