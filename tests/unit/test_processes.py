@@ -103,20 +103,10 @@ class Kernel32:
         self.WaitForSingleObject = Call(waited)
 
 
-@pytest.mark.parametrize(("waited", "alive"), [(0x102, True), (0, False), (0xFFFF_FFFF, None)])
-def test_windows_is_asked_for_a_handle(waited: int, alive: bool | None) -> None:
-    kernel32 = Kernel32(1 << 40, waited)
-    assert processes._is_alive_on_windows(7, kernel32) is alive
-    assert kernel32.OpenProcess.calls == [[0x10_1000, False, 7]]
-    assert kernel32.WaitForSingleObject.calls == [[1 << 40, 0]]
-    assert kernel32.CloseHandle.calls == [[1 << 40]]
-    assert kernel32.OpenProcess.restype is ctypes.c_void_p, "a handle has 64 bits"
-
-
-def test_on_windows_nobody_is_sent_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+def imitate_windows(monkeypatch: pytest.MonkeyPatch, kernel32: Kernel32) -> None:
     def library(name: str, use_last_error: bool) -> Kernel32:
         assert (name, use_last_error) == ("kernel32", True)
-        return Kernel32(1 << 40, 0x102)
+        return kernel32
 
     def kill(pid: int, signal: int) -> None:
         raise AssertionError("os.kill ends a process there")
@@ -124,7 +114,19 @@ def test_on_windows_nobody_is_sent_a_signal(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(ctypes, "WinDLL", library, raising=False)
     monkeypatch.setattr(os, "kill", kill)
-    assert is_alive(7) is True
+
+
+@pytest.mark.parametrize(("waited", "alive"), [(0x102, True), (0, False), (0xFFFF_FFFF, None)])
+def test_windows_is_asked_for_a_handle(
+    monkeypatch: pytest.MonkeyPatch, waited: int, alive: bool | None
+) -> None:
+    kernel32 = Kernel32(1 << 40, waited)
+    imitate_windows(monkeypatch, kernel32)
+    assert is_alive(7) is alive
+    assert kernel32.OpenProcess.calls == [[0x10_1000, False, 7]]
+    assert kernel32.WaitForSingleObject.calls == [[1 << 40, 0]]
+    assert kernel32.CloseHandle.calls == [[1 << 40]]
+    assert kernel32.OpenProcess.restype is ctypes.c_void_p, "a handle has 64 bits"
 
 
 @pytest.mark.parametrize(("error", "alive"), [(5, True), (87, False), (8, None)])
@@ -133,5 +135,6 @@ def test_windows_gives_no_handle(
 ) -> None:
     monkeypatch.setattr(ctypes, "get_last_error", lambda: error, raising=False)
     kernel32 = Kernel32(0, 0)
-    assert processes._is_alive_on_windows(7, kernel32) is alive
+    imitate_windows(monkeypatch, kernel32)
+    assert is_alive(7) is alive
     assert kernel32.WaitForSingleObject.calls == kernel32.CloseHandle.calls == []

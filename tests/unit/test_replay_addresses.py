@@ -83,15 +83,26 @@ class Kernel32:
         self.VirtualAlloc, self.VirtualFree = allocate, free
 
 
-class Owner:
-    nbytes = 1 << 40
+def imitate_windows(monkeypatch: pytest.MonkeyPatch, address: int | None) -> Kernel32:
+    kernel32 = Kernel32(address)
+
+    def library(name: str, use_last_error: bool) -> Kernel32:
+        assert (name, use_last_error) == ("kernel32", True)
+        return kernel32
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(ctypes, "WinDLL", library, raising=False)
+    return kernel32
 
 
-def test_windows_reserves_without_committing_and_gives_it_back() -> None:
-    kernel32, owner = Kernel32(0x7_0000_0000), Owner()
-    assert replay._reserve_on_windows(owner, kernel32) == 0x7_0000_0000  # type: ignore[arg-type]
+def test_windows_reserves_without_committing_and_gives_it_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel32 = imitate_windows(monkeypatch, 0x7_0000_0000)
+    arena = replay._Reserved(1 << 40)
+    assert (arena.address, arena.nbytes) == (0x7_0000_0000, 1 << 40)
     assert kernel32.calls == [("reserve", None, 1 << 40, 0x2000, 0x01)]
-    del owner
+    del arena
     assert kernel32.calls[1:] == [("free", 0x7_0000_0000, 0, 0x8000)]
     # Without declared types, ctypes cuts an address to 32 bits.
     address = ctypes.c_void_p
@@ -100,25 +111,8 @@ def test_windows_reserves_without_committing_and_gives_it_back() -> None:
     assert kernel32.VirtualAlloc.restype is address
 
 
-def test_an_arena_on_windows_is_such_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel32 = Kernel32(0x7_0000_0000)
-    asked: list[Any] = []
-
-    def library(name: str, **options: Any) -> Kernel32:
-        asked.append((name, options))
-        return kernel32
-
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(ctypes, "WinDLL", library, raising=False)
-    arena = replay._Reserved(1 << 40)
-    assert (arena.address, arena.nbytes) == (0x7_0000_0000, 1 << 40)
-    assert asked == [("kernel32", {"use_last_error": True})]
-    assert [call[0] for call in kernel32.calls] == ["reserve"]
-    del arena
-    assert [call[0] for call in kernel32.calls] == ["reserve", "free"]
-
-
 def test_addresses_that_windows_refuses_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    imitate_windows(monkeypatch, None)
     monkeypatch.setattr(ctypes, "get_last_error", lambda: 8, raising=False)
     with pytest.raises(OffloadError, match=r"refused 1099511627776 bytes .* \(error 8\)"):
-        replay._reserve_on_windows(Owner(), Kernel32(None))  # type: ignore[arg-type]
+        replay._Reserved(1 << 40)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from oracle_offload.host import terminal
 from oracle_offload.host.terminal import (
     FileError,
     Text,
@@ -111,30 +110,24 @@ class Console:
         return self.accepts
 
 
-def test_a_console_of_windows_is_told_to_obey() -> None:
-    console = Console()
-    assert terminal._obeys_from_now_on(1 << 40, console) is True
-    assert console.set == [(1 << 40, 0x7)]
-    assert terminal._obeys_from_now_on(4, Console(accepts=False)) is False
-    silent = Console(answers=False)
-    assert terminal._obeys_from_now_on(4, silent) is False and silent.set == []
-
-
-@pytest.mark.parametrize("accepts", [True, False])
+@pytest.mark.parametrize(
+    ("answers", "accepts"), [(True, True), (True, False), (False, True)], ids=str
+)
 def test_on_windows_a_terminal_obeys_if_its_console_does(
-    monkeypatch: pytest.MonkeyPatch, accepts: bool
+    monkeypatch: pytest.MonkeyPatch, answers: bool, accepts: bool
 ) -> None:
     class Window(Screen):
         def fileno(self) -> int:
             return 3
 
-    console = Console(accepts=accepts)
+    console = Console(answers=answers, accepts=accepts)
     monkeypatch.delenv("TERM", raising=False)
     monkeypatch.setattr(sys, "platform", "win32")
     handles = SimpleNamespace(get_osfhandle={3: 1 << 40}.__getitem__)
     monkeypatch.setitem(sys.modules, "msvcrt", handles)
     monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=console), raising=False)
-    assert obeys(Window()) is accepts and console.set == [(1 << 40, 0x7)]
+    assert obeys(Window()) is (answers and accepts)
+    assert console.set == [(1 << 40, 0x7)] * answers
     assert obeys(Screen()) is True, "a notebook, which has no console"
     assert obeys(io.StringIO()) is False
 
