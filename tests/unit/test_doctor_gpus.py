@@ -22,10 +22,10 @@ READ = (
 )
 
 
-def read_over(library: Path, **environ: str) -> GpuView:
-    """Call `read_gpus` in a process that finds `library` where the driver's would be."""
+def said_over(library: Path, code: str, *arguments: str, **environ: str) -> str:
+    """Run a process that finds `library` where the driver's would be; return what it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", READ],
+        [sys.executable, "-c", code, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(library), **environ},
         capture_output=True,
         text=True,
@@ -33,8 +33,14 @@ def read_over(library: Path, **environ: str) -> GpuView:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def read_over(library: Path, **environ: str) -> GpuView:
+    """Call `read_gpus` over a library."""
     names = {"Gpu": Gpu, "GpuProcess": GpuProcess, "GpuView": GpuView}
-    view = eval(done.stdout, {"__builtins__": {}}, names)  # the repr of our own dataclasses
+    said = said_over(library, READ, **environ)  # the repr of our own dataclasses
+    view = eval(said, {"__builtins__": {}}, names)
     assert isinstance(view, GpuView)
     return view
 

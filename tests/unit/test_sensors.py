@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_doctor_gpus import ROOT, compile_stand_in
+from test_doctor_gpus import compile_stand_in, said_over
 
 from oracle_offload.host.sensors import SENSORS, Sensors
 
@@ -24,16 +22,7 @@ print(json.dumps([sensors.read(), sensors.why, sensors.missing, energy]))
 
 
 def read_over(library: Path, uuid: str, **environ: str) -> list[Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", READ, uuid],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(library), **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answered: list[Any] = json.loads(done.stdout)
+    answered: list[Any] = json.loads(said_over(library, READ, uuid, **environ))
     return answered
 
 
