@@ -76,22 +76,16 @@ def test_what_was_explained_before_is_no_matter_of_the_next_block() -> None:
     assert explained.report is None
 
 
-def test_notes_of_others_are_no_explanation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_of_others_are_no_explanation() -> None:
     error = MemoryError()
     error.add_note("of somebody else")
     error.__notes__.append(5)  # type: ignore[arg-type]
-    with pytest.raises(MemoryError), explained_oom():
-        raise error
-    assert len(error.__notes__) == 3 and error.__notes__[2].startswith(hooks.HEADING)
-    assert hooks._is_explained(error)
-    hooks._explain_to_stderr(error)
-    hooks._explain_to_stderr(None)
-    for kind in (KeyboardInterrupt, SystemExit):
-        hooks._explain_to_stderr(kind("CUDA error: out of memory"))
-    assert capsys.readouterr().err == ""
-    hooks._explain_to_stderr(MemoryError())
-    told = capsys.readouterr().err
-    assert told.startswith(hooks._heading() + "\n") and "What to change first" in told
+    for _ in range(2):
+        with pytest.raises(MemoryError), explained_oom():
+            raise error
+    assert len(error.__notes__) == 3
+    heading, *_ = error.__notes__[2].splitlines()
+    assert heading.startswith(hooks.HEADING) and len(heading) == 60
 
 
 def test_a_stream_that_cannot_write_does_not_hide_the_error() -> None:
@@ -156,13 +150,16 @@ def test_the_hooks_that_were_there_are_called_first(
     monkeypatch.setattr(sys, "excepthook", mine)
     hooks.install()
     try:
-        error = MemoryError()
+        error, noted, oom = MemoryError(), MemoryError(), "CUDA error: out of memory"
+        noted.add_note(hooks.HEADING)
         sys.excepthook(MemoryError, error, None)
         told = capsys.readouterr().err
-        assert told.startswith("mine\n") and told.count("What to change first") == 1
-        for silent in (KeyboardInterrupt(), SystemExit(), ValueError("x")):
+        assert told.startswith(f"mine\n{hooks.HEADING}") and told.count("What to change first") == 1
+        for silent in (KeyboardInterrupt(oom), SystemExit(oom), ValueError("x"), noted):
             sys.excepthook(type(silent), silent, None)
             assert capsys.readouterr().err == "mine\n"
+        threading.excepthook(threading.ExceptHookArgs((ValueError, None, None, None)))
+        assert capsys.readouterr().err == "mine\n"
         for fails, count in (([].index, 0), (bytearray, 1)):
             thread = threading.Thread(target=fails, args=(1 << 62,))
             thread.start()
@@ -244,7 +241,3 @@ def test_a_hook_that_is_left_behind_does_what_python_does(
     monkeypatch.setattr(sys, "excepthook", hooks._excepthook)
     hooks.uninstall()  # it was never installed, so what was there is not known
     assert sys.excepthook is hooks._excepthook
-
-
-def test_the_heading_fills_a_line_of_sixty() -> None:
-    assert len(hooks._heading()) == 60
