@@ -120,8 +120,12 @@ def test_json_has_every_fact_and_survives_a_round_trip() -> None:
     assert data == report.to_dict()
     assert set(data["facts"]) == {f"{name}_bytes" for name in FACT_TITLES}
     assert data["facts"]["cap_bytes"] is None
+    assert data["quotes"]["requested"]["line"] == report.facts["requested"].line
     assert [process["pid"] for process in data["processes"]] == [16746, 16747, 16748, 16749]
     assert [process["this_process"] for process in data["processes"]].count(True) == 1
+    full = explain_oom(device_text())
+    marks = [fix.changes_result for fix in full.fixes]
+    assert any(marks) and [fix["changes_result"] for fix in full.to_dict()["fixes"]] == marks
 
 
 def test_each_fact_points_to_the_line_it_came_from() -> None:
