@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import DEAR, LONG_S
+from tiers import DEAR, LONG_S, TOGETHER_S
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "development.md"
@@ -178,13 +178,21 @@ def page(costs: Costs) -> str:
 
 
 def dear(costs: Costs) -> dict[str, float]:
-    """Return the tests, without parameters, whose cases take LONG_S and more on average."""
+    """Return the tests, without parameters, that are dear, and what a case takes on average.
+
+    A case takes LONG_S, or the cases take half of TOGETHER_S: what is left of a test of which some
+    were left out for that takes more.
+    """
     cases: dict[str, list[float]] = defaultdict(list)
     for test, one in costs.items():
         if "::" in test:
             cases[test.partition("[")[0]].append(one.total())
     means = {test: sum(each) / len(each) for test, each in sorted(cases.items())}
-    return {test: mean for test, mean in means.items() if mean >= LONG_S}
+    return {
+        test: mean
+        for test, mean in means.items()
+        if mean >= LONG_S or sum(cases[test]) >= TOGETHER_S / 2
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -199,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = page(costs)
     print(text)
     if args.write:
-        rows = (f"{test} {seconds:.1f}\n" for test, seconds in dear(costs).items())
+        rows = (f"{test} {seconds:.2f}\n" for test, seconds in dear(costs).items())
         DEAR.write_text("".join(rows), encoding="utf-8")
         before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
         after = rest.split(END)[1]

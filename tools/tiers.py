@@ -8,13 +8,14 @@ As a plugin (`pytest -p tiers --tiers FILE`) it writes down the tier of each tes
 
 A test that is no part of .ci/run is marked slow by hand, or by `in_turn`. What else is left out
 goes by what a case was measured to take (tests/dear.txt, which `make test-bill` writes): `make
-test` has no test whose cases take LONG_S, and of one whose cases take DEAR_S .ci/run has the first.
-Where parameters are multiplied, of a product of three and more every pair of values is in some case
-of .ci/run, and the whole product runs in `make proof`; of what is left `make test` runs the first,
-the middle and the last case. What takes a device runs in .ci/run on the one that is not "cpu"
-(`make device-type`): the marker elsewhere; and on "cpu" in its first case, or where the other skips
-it. The other cases of `make test` on "cpu" are marked again. Elsewhere is also on the cases of the
-C programs that .ci/run has under the sanitizers alone.
+test` has no test whose cases take LONG_S, and of a test .ci/run has as many cases as take
+TOGETHER_S together, as far apart as can be. Where parameters are multiplied, these are some of a
+covering: of a product of three and more every pair of values is in one of its cases. `make proof`
+has the rest. Of what is left `make test` runs the first, the middle and the last case. What takes a
+device runs in .ci/run on the one that is not "cpu" (`make device-type`): the marker elsewhere; and
+on "cpu" in its first case, or where the other skips it. The other cases of `make test` on "cpu" are
+marked again. Elsewhere is also on the cases of the C programs that .ci/run has under the sanitizers
+alone.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ PRODUCT = 8  # cases: a smaller product is left whole
 FEW = 3  # cases of a test in `make test`
 DEAR = Path(__file__).resolve().parent.parent / "tests" / "dear.txt"
 SKIPPED = Path(__file__).resolve().parent.parent / "tests" / "training" / "simgpu_skips.txt"
-# Seconds of processors that a case of a test takes which `make test` leaves out, and of one which
-# .ci/run has once.
-LONG_S, DEAR_S = 1.0, 2.0
+# Seconds of processors that a case of a test takes which `make test` leaves out, and that all cases
+# of a test may take in .ci/run.
+LONG_S, TOGETHER_S = 1.0, 6.0
 
 
 def covering(cases: Sequence[Mapping[str, int]]) -> list[int]:
@@ -65,7 +66,7 @@ def covering(cases: Sequence[Mapping[str, int]]) -> list[int]:
 
 def spread(count: int, chosen: int = FEW) -> set[int]:
     """Return `chosen` numbers below `count`: the first, the last, and as far apart as can be."""
-    return {(count - 1) * nth // (chosen - 1) for nth in range(chosen)} if count else set()
+    return {(count - 1) * nth // max(chosen - 1, 1) for nth in range(chosen)} if count else set()
 
 
 def in_turn(names: str, rows: Iterable[Any], values: Sequence[Any]) -> pytest.MarkDecorator:
@@ -109,7 +110,7 @@ def parameters(cases: Sequence[Mapping[str, int]]) -> int:
 
 @functools.cache
 def dear() -> dict[str, float]:
-    """Return the tests, without parameters, whose cases were measured to take LONG_S: seconds."""
+    """Return the tests, without parameters, that were measured to be dear: seconds of a case."""
     rows = map(str.split, DEAR.read_text(encoding="utf-8").splitlines())
     return {test: float(seconds) for test, seconds in rows}
 
@@ -138,7 +139,7 @@ def mark(items: Sequence[pytest.Item]) -> None:
         device = callspec.params.get("device") if callspec else None
         if device is None and item.get_closest_marker("elsewhere"):
             item.add_marker(pytest.mark.ci)  # another target of .ci/run has it
-        elif name in dear() and has_twin(item):
+        elif dear().get(name, 0.0) >= LONG_S and has_twin(item):
             item.add_marker(pytest.mark.ci)
         if callspec is None or not item.nodeid.startswith(FOLDERS):
             continue
@@ -157,9 +158,8 @@ def mark(items: Sequence[pytest.Item]) -> None:
         for item in same[1:]:
             if item.get_closest_marker("elsewhere") and has_twin(item):
                 item.add_marker(pytest.mark.again)
-        if dear().get(name, 0.0) >= DEAR_S:
-            leave(same, {0})
-            continue
+        if name in dear():
+            same = leave(same, spread(len(same), max(1, int(TOGETHER_S / dear()[name]))))
         for nth in set(range(len(same))).difference(spread(len(same))):
             if has_twin(same[nth]):
                 same[nth].add_marker(pytest.mark.ci)

@@ -146,28 +146,37 @@ def test_what_the_other_device_runs_has_its_first_case_on_cpu_too() -> None:
     assert ["again" in item.marks for item in others] == [False, True, True, True, True]
 
 
-def test_every_dear_test_is_there_and_begins_the_middle_tier() -> None:
+def test_every_dear_test_is_there_and_a_long_one_begins_the_middle_tier() -> None:
     assert tiers.dear()
     for name in tiers.dear():
         file, _, function = name.rpartition("::")
         source = (ROOT / file.partition("::")[0]).read_text(encoding="utf-8")
         assert re.search(rf"^ *def {function}\(", source, re.M), f"run make test-bill: {name}"
-    (found,) = items(next(iter(tiers.dear())), [{}])
-    tiers.mark([found])
-    assert found.marks == {"ci"}
+    for name, seconds in tiers.dear().items():
+        (found,) = items(name, [{}])
+        tiers.mark([found])
+        assert found.marks == ({"ci"} if seconds >= tiers.LONG_S else set())
 
 
-def test_of_a_dear_test_each_device_has_the_first_case_and_of_a_long_one_three() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "left"),
+    [
+        (9.0, [0]),
+        (tiers.TOGETHER_S / 2, [0, 4]),
+        (tiers.TOGETHER_S / 3.5, [0, 2, 4]),
+        (tiers.TOGETHER_S / 5, [0, 1, 2, 3, 4]),
+        (0.1, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_of_a_dear_test_each_device_has_as_many_cases_as_take_so_long(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, left: list[int]
+) -> None:
+    monkeypatch.setattr(tiers, "dear", lambda: {"tests/training/test_a.py::test": seconds})
     cases = [{"device": device, "n": n} for device in ("cpu", "simgpu") for n in range(5)]
-    training = {name: s for name, s in tiers.dear().items() if name.startswith("tests/training")}
-    for name, left in (
-        (max(training, key=training.__getitem__), [0, 5]),
-        (min(training, key=training.__getitem__), list(range(10))),
-    ):
-        found = items(name, cases)
-        tiers.mark(found)
-        assert [nth for nth, item in enumerate(found) if "slow" not in item.marks] == left
-        assert marks(found, "ci") == 10
+    found = items("tests/training/test_a.py::test", cases)
+    tiers.mark(found)
+    chosen = [nth for nth, item in enumerate(found) if "slow" not in item.marks]
+    assert chosen == [*left, *(5 + nth for nth in left)]
 
 
 def run_with_plugin(folder: Path, plugin: str, *options: str) -> None:
@@ -227,9 +236,13 @@ def test_a_bill_has_each_phase_of_each_test(tmp_path: Path) -> None:
         costs["a::cheap[1]"].update(call=0.1)
         costs["a::dear[1]"].update(call=2 * tiers.LONG_S)
         costs["a::dear[2]"].update(call=1.0)
+        for nth in range(40):
+            costs[f"a::many[{nth}]"].update(call=tiers.TOGETHER_S / 79)
+            costs[f"a::few[{nth}]"].update(call=tiers.TOGETHER_S / 81)
         # Not those that ran: on a busy machine one of them may be dear.
         dear = {name: mean for name, mean in bill.dear(costs).items() if name.startswith("a::")}
-        assert dear == {"a::dear": tiers.LONG_S + 0.5}
+        many = pytest.approx(tiers.TOGETHER_S / 79)
+        assert dear == {"a::dear": tiers.LONG_S + 0.5, "a::many": many}
 
 
 def test_a_process_beside_others_computes_by_one_thread(tmp_path: Path) -> None:
