@@ -54,7 +54,7 @@ def test_the_simulated_device_has_no_number(named):
         (True, "device=True is not a device"),
         (None, "device=None is not a device"),
         (1.5, "device=1.5 is not a device"),
-        (object(), "device=<object object at .* is not a device"),
+        pytest.param(object(), "device=<object object at .* is not a device", id="an object"),
         ("mps", "device='mps': only 'cuda' and 'cpu'"),
         ("meta", "device='meta': only 'cuda' and 'cpu'"),
     ],

@@ -14,7 +14,7 @@ import torch
 from equality import assert_same, attached
 from models import Tower
 from test_late_gradients import Raises
-from test_stepping import OPTIMIZERS, Net, assert_alike, backward, build, cloned
+from test_stepping import OPTIMIZERS, Net, assert_alike, backward, cloned
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -96,6 +96,12 @@ def states(manager, optimizer):
     )
 
 
+def both(device, reentrant=None):
+    """Return a model to attach, and its twin on the device."""
+    managed = Net(reentrant)
+    return managed, copy.deepcopy(managed).to(device)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_have_the_resident_bits_and_gradients_stay(device, name, small_batches):
     if "fused" in name and device == "simgpu":
@@ -103,7 +109,8 @@ def test_steps_have_the_resident_bits_and_gradients_stay(device, name, small_bat
     if small_batches == "together" and name not in ("adamw", "muon"):
         pytest.skip("the others are tried apart")
     reentrant = {"groups": True, "momentum": False}.get(name)
-    managed, resident, make = build(device, OPTIMIZERS[name], reentrant=reentrant)
+    managed, resident = both(device, reentrant)
+    make = OPTIMIZERS[name]
     with attached(managed, device) as manager:
         assert len(manager.layers) == 4
         assert len({layer.unit for layer in manager.layers}) == (small_batches == "apart") * 3 + 1
@@ -141,7 +148,7 @@ def test_steps_have_the_resident_bits_and_gradients_stay(device, name, small_bat
 
 
 def test_schedulers_hooks_and_a_closure_see_one_step(device):
-    managed, resident, _ = build(device, None)
+    managed, resident = both(device)
     with attached(managed, device) as manager:
         assert len(manager.layers) == 4
         models, seen = (managed, resident), ([], [])
@@ -239,7 +246,7 @@ def test_an_optimizer_that_is_gone_with_its_scheduler_leaves_its_parameters(devi
 
 
 def test_two_optimizers_share_the_layers(device):
-    managed, resident, _ = build(device, None)
+    managed, resident = both(device)
     with attached(managed, device) as manager:
         assert len(manager.layers) == 4
         models, pairs = (managed, resident), []
@@ -378,7 +385,7 @@ def at_once(take):
 
 
 def test_code_that_adds_on_the_host_is_refused(device):
-    managed, _, make = build(device, OPTIMIZERS["sgd"])
+    managed, make = Net(), OPTIMIZERS["sgd"]
     with attached(managed, device) as manager:
         optimizer = streamed(make(managed.parameters()))
         loss = managed(torch.ones(4, 32).to(device)).sum()
@@ -403,7 +410,8 @@ def test_code_that_adds_on_the_host_is_refused(device):
     ],
 )
 def test_clipping_is_refused_by_name(device, clip):
-    managed, resident, make = build(device, OPTIMIZERS["sgd"])
+    managed, resident = both(device)
+    make = OPTIMIZERS["sgd"]
     with attached(managed, device):
         optimizer = streamed(make(managed.parameters()))
         backward(managed, 0, device)
@@ -419,7 +427,7 @@ def test_clipping_is_refused_by_name(device, clip):
 
 
 def test_micro_batches_that_are_summed_are_refused_before_they_are_computed(device):
-    managed, _, make = build(device, OPTIMIZERS["sgd"])
+    managed, make = Net(), OPTIMIZERS["sgd"]
     batches = [torch.ones(2, 32).to(device)] * 2
     with attached(managed, device):
         optimizer = streamed(make(managed.parameters()))
@@ -443,7 +451,8 @@ def test_it_is_streamed_one_way_or_the_other(device):
 
 def test_values_without_grad_are_no_steps(device):
     """``autograd.grad`` gives gradients as ever."""
-    managed, resident, make = build(device, OPTIMIZERS["sgd"])
+    managed, resident = both(device)
+    make = OPTIMIZERS["sgd"]
     with attached(managed, device):
         streamed(make(managed.parameters()))
         found = []
