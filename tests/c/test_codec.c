@@ -93,7 +93,7 @@ CASE(every_implementation_gives_back_the_bits) {
         for (int what = 0; what < N_WHAT; what++)
             for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
                 struct chunk chunk = make(kinds[k], counts[i]);
-                fill(kinds[k], (enum what)what, counts[i], chunk.weights);
+                draw_weights(kinds[k], (enum what)what, counts[i], chunk.weights);
                 round_trip(kinds[k], counts[i], &chunk);
                 drop(&chunk);
             }
@@ -122,7 +122,7 @@ CASE(trained_weights_become_smaller) {
     seed = 2;
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         struct chunk chunk = make(rows[i].kind, COUNT);
-        fill(rows[i].kind, rows[i].what, COUNT, chunk.weights);
+        draw_weights(rows[i].kind, rows[i].what, COUNT, chunk.weights);
         round_trip(rows[i].kind, COUNT, &chunk);
         CHECK((double)chunk.coded_bytes <= rows[i].most * (double)chunk.bytes, "row %zu: %.4f", i,
               (double)chunk.coded_bytes / (double)chunk.bytes);
@@ -135,7 +135,7 @@ CASE(what_has_no_pattern_stays_as_it_is) {
     seed = 3;
     for (size_t k = 0; k < 3; k++) {
         struct chunk chunk = make(kinds[k], MOST);
-        fill(kinds[k], RANDOM, MOST, chunk.weights);
+        draw_weights(kinds[k], RANDOM, MOST, chunk.weights);
         round_trip(kinds[k], MOST, &chunk);
         CHECK(header_of(&chunk).mode == OO_CODEC_RAW && chunk.coded_bytes == chunk.bytes + 64,
               "%zu bytes of %zu", chunk.coded_bytes, chunk.bytes);
@@ -149,9 +149,9 @@ CASE(a_block_without_a_pattern_is_raw_alone) {
     for (size_t k = 0; k < 3; k++) {
         struct chunk chunk = make(kinds[k], 8 * OO_CODEC_BLOCK), plain = make(kinds[k], 8192);
         const size_t block = OO_CODEC_BLOCK * oo_codec_weight_bytes(kinds[k]);
-        fill(kinds[k], GAUSSIAN, 8192, plain.weights);
+        draw_weights(kinds[k], GAUSSIAN, 8192, plain.weights);
         memcpy(chunk.weights, plain.weights, chunk.bytes);
-        fill(kinds[k], RANDOM, OO_CODEC_BLOCK, chunk.weights + 3 * block);
+        draw_weights(kinds[k], RANDOM, OO_CODEC_BLOCK, chunk.weights + 3 * block);
         round_trip(kinds[k], 8192, &chunk);
         round_trip(kinds[k], 8192, &plain);
         CHECK(header_of(&chunk).mode == OO_CODEC_TIERS, "mode %u", header_of(&chunk).mode);
@@ -338,9 +338,9 @@ CASE(each_bit_of_a_chunk_is_watched) {
         struct seen seen = {0};
         for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
             struct chunk chunk = make(kinds[k], count);
-            fill(kinds[k], modes[i], count, chunk.weights);
+            draw_weights(kinds[k], modes[i], count, chunk.weights);
             if (modes[i] == RARE)
-                fill(kinds[k], RANDOM, OO_CODEC_BLOCK, chunk.weights + 3 * chunk.bytes / 8);
+                draw_weights(kinds[k], RANDOM, OO_CODEC_BLOCK, chunk.weights + 3 * chunk.bytes / 8);
             round_trip(kinds[k], count, &chunk);
             look_at(&chunk, count, &seen);
             for (size_t bit = 0; bit < 8 * chunk.coded_bytes; bit++) {
@@ -368,7 +368,7 @@ CASE(flips_in_a_full_chunk_are_noticed) {
     const struct oo_codec *codec = oo_codec_best();
     struct chunk chunk = make(OO_CODEC_BF16, OO_CODEC_CHUNK);
     seed = 12;
-    fill(OO_CODEC_BF16, GAUSSIAN, OO_CODEC_CHUNK, chunk.weights);
+    draw_weights(OO_CODEC_BF16, GAUSSIAN, OO_CODEC_CHUNK, chunk.weights);
     need(oo_codec_encode(codec, OO_CODEC_BF16, chunk.weights, OO_CODEC_CHUNK, chunk.coded,
                          &chunk.coded_bytes),
          "encode");
@@ -396,7 +396,7 @@ CASE(noise_in_a_chunk_stays_inside) {
     for (size_t k = 0; k < 3; k++) {
         const size_t count = 3 * OO_CODEC_BLOCK;
         struct chunk chunk = make(kinds[k], count);
-        fill(kinds[k], RARE, count, chunk.weights);
+        draw_weights(kinds[k], RARE, count, chunk.weights);
         round_trip(kinds[k], count, &chunk);
         char *changed = malloc(chunk.coded_bytes);
         for (size_t turn = 0; turn < 600; turn++) {
@@ -416,7 +416,7 @@ CASE(noise_in_a_chunk_stays_inside) {
 CASE(a_chunk_that_is_cut_off_is_refused) {
     struct chunk chunk = make(OO_CODEC_BF16, 3000);
     seed = 7;
-    fill(OO_CODEC_BF16, GAUSSIAN, 3000, chunk.weights);
+    draw_weights(OO_CODEC_BF16, GAUSSIAN, 3000, chunk.weights);
     round_trip(OO_CODEC_BF16, 3000, &chunk);
     for (size_t bytes = 0; bytes < chunk.coded_bytes; bytes += 1 + bytes / 9) {
         char *part = malloc(bytes ? bytes : 1);
@@ -446,7 +446,7 @@ static enum oo_status decode(const struct chunk *chunk, enum oo_codec_kind kind,
 
 static struct chunk eight_blocks(enum oo_codec_kind kind) {
     struct chunk chunk = make(kind, 8192);
-    fill(kind, GAUSSIAN, 8192, chunk.weights);
+    draw_weights(kind, GAUSSIAN, 8192, chunk.weights);
     round_trip(kind, 8192, &chunk);
     return chunk;
 }

@@ -26,7 +26,8 @@ static struct coded make(enum oo_codec_kind kind, size_t count, unsigned threads
     for (size_t at = 0, chunk = 0; at < count; at += CHUNK, chunk++) {
         static const enum what whats[] = {GAUSSIAN, RANDOM, ZEROS, STUDENT};
         const size_t left = count - at;
-        fill(kind, whats[chunk % 4], left < CHUNK ? left : CHUNK, made.weights + at * width);
+        draw_weights(kind, whats[chunk % 4], left < CHUNK ? left : CHUNK,
+                     made.weights + at * width);
     }
     memset(made.coded, 0xA5, room);
     const enum oo_status status =
@@ -111,7 +112,7 @@ CASE(what_is_promised_as_room_is_enough) {
             char *weights = malloc(bytes), *coded = malloc(oo_coded_room(kinds[k], count));
             size_t coded_bytes;
             seed = 6;
-            fill(kinds[k], RANDOM, count, weights);
+            draw_weights(kinds[k], RANDOM, count, weights);
             CHECK(oo_coded_encode(kinds[k], weights, count, 2, coded, &coded_bytes) == OO_OK, "%s",
                   oo_error_message());
             CHECK(coded_bytes <= oo_coded_room(kinds[k], count), "%zu weights", count);

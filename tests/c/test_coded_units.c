@@ -1,11 +1,9 @@
 /* Coded masters: what a kernel reads of them is the weights, bit for bit, whatever their kind, mode
  * and memory; what crosses the link is their code; damage is an error. */
-#define _GNU_SOURCE              /* files.h */
-#define fill        draw_weights /* world.h has another one */
-#include "weights.h"
-#undef fill
+#define _GNU_SOURCE /* files.h */
 #include "disk.h"
 #include "timing.h"
+#include "weights.h"
 #include "world.h"
 
 #include "files.h"
@@ -1027,82 +1025,6 @@ CASE(each_decode_has_its_row) {
     for (int round = 0; round < 2; round++)
         check_rows(m);
     close_model(m, "rows");
-}
-
-enum { MANY = OO_CODEC_CHUNK, UNITS_TIMED = 8 };
-
-/* The virtual time of a forward over weights of bf16, of which the arena holds three eighths, once
- * their order is known; `plain` and `master` have room for all of them. Kernels take `kernel_s`. */
-static double forward_s(int coded, double kernel_s, const char *plain, char *staging) {
-    const size_t bytes = 2 * (size_t)MANY, room = bytes + 4096, arena_bytes = 3 * bytes;
-    struct oo_engine *engine;
-    uint32_t lease, model, members[UNITS_TIMED];
-    uintptr_t stream;
-    double begin_s = 0, end_s = 0;
-    char *arena = malloc(arena_bytes + 256);
-    need(oo_engine_create(sim.path, 0, &engine), "create");
-    struct oo_host *host = locked_memory(engine, UNITS_TIMED * room);
-    need(oo_engine_compute_stream(engine, &stream), "stream");
-    need(oo_lease_add(engine, &lease), "lease");
-    need(oo_segment_add(engine, lease, (uintptr_t)arena, arena_bytes + 256, stream), "segment");
-    need(oo_staging_add(engine, lease, (uintptr_t)staging, 4 * room, stream), "staging");
-    need(oo_model_add(engine, &model), "model");
-    for (int i = 0; i < UNITS_TIMED; i++) {
-        char *master = (char *)oo_host_address(host) + (size_t)i * room;
-        struct oo_tensor tensor = {.host = master, .bytes = bytes};
-        size_t offset;
-        if (coded) {
-            tensor.coded_kind = OO_CODEC_BF16;
-            tensor.coded_bytes = encode(OO_CODEC_BF16, plain, MANY, MANY, master);
-        } else {
-            memcpy(master, plain, bytes);
-        }
-        add_unit(engine, model, &tensor, 1, &members[i], &offset);
-    }
-    for (int round = 0; round < 3; round++) {
-        sim.simFinish(&begin_s);
-        for (int i = 0; i < UNITS_TIMED; i++) {
-            struct oo_use use;
-            need(acquire_launched(engine, members[i], stream, 0, OO_FORWARD, -1, kernel_s, 0, &use),
-                 "acquire");
-            CHECK(!memcmp((const void *)use.address, plain, bytes), "wrong weights");
-            use_end(engine, &use, stream, "release");
-        }
-        sim.simFinish(&end_s);
-    }
-    struct sim_device device;
-    struct oo_stats stats;
-    CHECK(sim.simGetDevice(0, &device) == OOCU_SUCCESS, "device");
-    need(oo_engine_stats(engine, model, &stats), "stats");
-    const double gbps = (double)stats.h2d_timed_bytes / stats.h2d_seconds * 1e-9;
-    CHECK(gbps > 0.97 * device.link_gbps && gbps <= device.link_gbps,
-          "%d, %g s: the link of %g GB/s is reported to carry %g", coded, kernel_s,
-          device.link_gbps, gbps);
-    need(oo_model_remove(engine, model), "remove");
-    need(oo_lease_remove(engine, lease), "remove");
-    need(oo_host_destroy(host), "destroy");
-    need(oo_engine_destroy(engine), "destroy");
-    check_no_reports("time");
-    free(arena);
-    CHECK(sim_reset(&sim) == 0, "not reset");
-    return end_s - begin_s;
-}
-
-/* Simulated: a decode takes what nine tenths of the memory's speed allow. */
-CASE(a_step_bound_by_the_link_takes_three_quarters_of_its_time) {
-    char *plain = malloc(2 * (size_t)MANY), *staging = malloc(4 * (2 * (size_t)MANY + 4096));
-    seed = 8;
-    draw_weights(OO_CODEC_BF16, GAUSSIAN, MANY, plain);
-    const double plain_s = forward_s(0, 5e-6, plain, staging),
-                 coded_s = forward_s(1, 5e-6, plain, staging);
-    printf("simulated: %.1f us as it is, %.1f us coded: %.3f\n", plain_s * 1e6, coded_s * 1e6,
-           coded_s / plain_s);
-    CHECK(coded_s <= 0.75 * plain_s, "%g s, not three quarters of %g s", coded_s, plain_s);
-    CHECK(coded_s >= 0.6 * plain_s, "%g s of %g s: less than the bytes that travel", coded_s,
-          plain_s);
-    (void)forward_s(1, 2e-3, plain, staging); /* copies wait for slots, and so for staging memory */
-    free(plain);
-    free(staging);
 }
 
 CHECK_MAIN(world_prepare)

@@ -66,7 +66,7 @@ static struct coded code(enum oo_codec_kind kind, enum what what, size_t count) 
     struct coded coded = {.weight_bytes = count * oo_codec_weight_bytes(kind)};
     char *room = malloc(oo_codec_room(kind, count));
     coded.weights = malloc(coded.weight_bytes);
-    fill(kind, what, count, coded.weights);
+    draw_weights(kind, what, count, coded.weights);
     CHECK(oo_codec_encode(oo_codec_best(), kind, coded.weights, count, room, &coded.bytes) == OO_OK,
           "%s", oo_error_message());
     CHECK(oo_codec_read(room, coded.bytes, &coded.header) == OO_OK, "%s", oo_error_message());

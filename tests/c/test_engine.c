@@ -602,7 +602,7 @@ static uint64_t life_that_ends_at(uint64_t nth, int schedule) {
 CASE(test_wherever_the_context_is_lost_all_else_is_given_back) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
         const uint64_t calls = life_that_ends_at(0, schedule);
-        for (uint64_t n = 1 + (uint64_t)schedule; n <= calls; n += 31)
+        for (uint64_t n = 1 + (uint64_t)schedule; n <= calls; n += 31 * sweep_stride())
             life_that_ends_at(n, schedule);
     }
 }

@@ -696,7 +696,8 @@ CASE(whichever_call_of_theirs_fails_the_next_use_is_right) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
         for (int ring = 0; ring < 2; ring++) {
             int nth = 1;
-            for (int struck = 1; struck && nth < 400; nth += nth < 12 ? 1 : 17) {
+            for (int struck = 1; struck && nth < 400;
+                 nth += (nth < 12 ? 1 : 17) * (int)sweep_stride()) {
                 sim.simSetSchedule(schedule, 11);
                 struck = life_with_a_failure(nth, ring ? UINT64_MAX : 0,
                                              ring ? "by the ring" : "as they are");

@@ -23,9 +23,9 @@ static struct launch begin(int schedule, enum oo_codec_kind kind, enum what what
     l.host = host_bytes(oo_codec_room(kind, count));
     l.back = host_bytes(l.weight_bytes);
     l.expected = malloc(l.weight_bytes);
-    fill(kind, what, count, l.expected);
+    draw_weights(kind, what, count, l.expected);
     if (count > 8192) /* one block is stored as it is */
-        fill(kind, RANDOM, 1024, l.expected + 3 * 1024 * oo_codec_weight_bytes(kind));
+        draw_weights(kind, RANDOM, 1024, l.expected + 3 * 1024 * oo_codec_weight_bytes(kind));
     CHECK(oo_codec_encode(oo_codec_best(), kind, l.expected, count, l.host, &l.bytes) == OO_OK,
           "encode");
     CHECK(oo_codec_read(l.host, l.bytes, &l.header) == OO_OK, "read");

@@ -95,7 +95,8 @@ static inline uint16_t weight_of(enum oo_codec_kind kind, enum what what, size_t
     return weight;
 }
 
-static inline void fill(enum oo_codec_kind kind, enum what what, size_t count, void *weights) {
+static inline void draw_weights(enum oo_codec_kind kind, enum what what, size_t count,
+                                void *weights) {
     for (size_t i = 0; i < count; i++) {
         const uint16_t weight = weight_of(kind, what, i);
         if (kind == OO_CODEC_BF16)

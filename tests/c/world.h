@@ -71,6 +71,17 @@ static inline void fill_weights(char *weights, size_t count, unsigned pattern) {
     }
 }
 
+/* How many calls further the next one of a sweep of faults is. Under the thread sanitizer a part is
+ * enough, as races hardly depend on which call fails: ORACLE_OFFLOAD_TEST_FAULT_STRIDE. */
+static inline unsigned sweep_stride(void) {
+#if defined(__SANITIZE_THREAD__)
+    const char *stride = getenv("ORACLE_OFFLOAD_TEST_FAULT_STRIDE");
+    if (stride)
+        return (unsigned)strtoul(stride, NULL, 10);
+#endif
+    return 1;
+}
+
 /* Code `count` weights in chunks of `chunk`; returns the bytes that they take. */
 static inline size_t encode(enum oo_codec_kind kind, const char *weights, size_t count,
                             size_t chunk, char *out) {
