@@ -4,6 +4,7 @@
     python tools/bill.py out/bill.json                   # print the table
     python tools/bill.py out/bill.json --write           # and put it into docs/development.md;
                                                          # tests/dear.txt has what is dear
+    python tools/bill.py --parts out/ci.txt --write      # what .ci/run took for each of its parts
 
 Seconds of processors, not of the clock: they hardly depend on what else the machine does. What
 processes that a test started took is counted where the test waited for them. With xdist every
@@ -28,6 +29,9 @@ from tiers import DEAR, LONG_S, TOGETHER_S
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "development.md"
 BEGIN, END = "<!-- bill: make test-bill -->\n", "<!-- end of the bill -->"
+PARTS_BEGIN = "<!-- parts: python tools/bill.py --parts out/ci.txt --write -->\n"
+PARTS_END = "<!-- end of the parts -->"
+ADDED = ("site", "gpu-rehearsal", "cuda-core")  # parts of .ci/run that are no check of a change
 PHASES = ("import", "set-up", "call", "processes")
 FILES_SHOWN, FUNCTIONS_SHOWN = 25, 25
 WHEN = {"setup": "set-up", "call": "call", "teardown": "set-up"}
@@ -195,23 +199,57 @@ def dear(costs: Costs) -> dict[str, float]:
     }
 
 
+def parts_page(lines: Sequence[str]) -> str:
+    """Return the table of what `.ci/run` took, from the lines of its out/ci.txt."""
+    parts = {name: (int(wall), int(cpu)) for wall, _, cpu, _, name in map(str.split, lines)}
+
+    def row(what: str, names: Sequence[str]) -> str:
+        wall, cpu = (sum(parts[name][n] for name in names) for n in (0, 1))
+        return f"| {what} | {wall} | {cpu} |"
+
+    own = [name for name in parts if name not in ADDED]
+    added = [name for name in parts if name in ADDED]
+    return "\n".join(
+        [
+            "| | clock | processors |",
+            "| --- | ---: | ---: |",
+            *(row(f"`make {name}`", [name]) for name in own),
+            row("together", own),
+            *(row(f"`make {name}`", [name]) for name in added),
+            row("all", [*parts]),
+        ]
+    )
+
+
+def put(begin: str, end: str, text: str) -> None:
+    """Write a table into the page, between its two comments."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
+    PAGE.write_text(f"{before}{begin}\n{text}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the bill, or write it into the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("bills", nargs="+", type=Path, help="what runs of pytest wrote (--bill)")
+    parser.add_argument("bills", nargs="*", type=Path, help="what runs of pytest wrote (--bill)")
+    parser.add_argument("--parts", type=Path, help="what .ci/run wrote: out/ci.txt")
     parser.add_argument(
         "--write", action="store_true", help="into docs/development.md and tests/dear.txt"
     )
     args = parser.parse_args(argv)
+    if args.parts:
+        text = parts_page(args.parts.read_text(encoding="utf-8").splitlines())
+        print(text)
+        if args.write:
+            put(PARTS_BEGIN, PARTS_END, text)
+    if not args.bills:
+        return 0
     costs = read(args.bills)
     text = page(costs)
     print(text)
     if args.write:
         rows = (f"{test} {seconds:.2f}\n" for test, seconds in dear(costs).items())
         DEAR.write_text("".join(rows), encoding="utf-8")
-        before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-        after = rest.split(END)[1]
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n\n{END}{after}", encoding="utf-8")
+        put(BEGIN, END, text)
     return 0
 
 

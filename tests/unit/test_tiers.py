@@ -245,6 +245,17 @@ def test_a_bill_has_each_phase_of_each_test(tmp_path: Path) -> None:
         assert dear == {"a::dear": tiers.LONG_S + 0.5, "a::many": many}
 
 
+def test_what_the_parts_of_ci_took_is_added_up() -> None:
+    lines = ["   120 s     200 s  lint", "    30 s      41 s  site", "     9 s      10 s  fuzz"]
+    assert bill.parts_page(lines).splitlines()[2:] == [
+        "| `make lint` | 120 | 200 |",
+        "| `make fuzz` | 9 | 10 |",
+        "| together | 129 | 210 |",
+        "| `make site` | 30 | 41 |",
+        "| all | 159 | 251 |",
+    ]
+
+
 def test_a_process_beside_others_computes_by_one_thread(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text(encoding="utf-8"))
     (tmp_path / "test_threads.py").write_text(
