@@ -103,7 +103,7 @@ CLOCK = (
     # Few of each, of what others have proved before.
     _tests(
         *("", 150, "other_libraries", "micro_batch_attributes", "answers", "replaced_weights"),
-        *("attachment", "summary", "saving", "masters", "checkpoint", "aitoolkit_layers", "swap"),
+        *("attachment", "summary", "saving", "masters", "checkpoint", "swap"),
         "module_list",
     ),
 )
