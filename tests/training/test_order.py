@@ -295,6 +295,8 @@ def test_values_and_training_are_no_part_of_the_fingerprint():
     seen = []
     for trained in (False, True):
         model = tower(depth=4).requires_grad_(trained)
+        for parameter in model.parameters():
+            parameter.data.add_(trained)
         with attached(model, "cpu") as manager:
             seen.append(order.fingerprint_of(manager.attachment))
     for change in (lambda m: m.to(torch.bfloat16), lambda m: m.blocks.append(nn.Linear(128, 128))):
