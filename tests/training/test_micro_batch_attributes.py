@@ -315,7 +315,7 @@ def test_what_code_finds_anywhere_is_each_micro_batchs(device, run):
     """In containers, classes, closures, slots, queues, arrays and what functions are given."""
 
     def step(model, x):
-        for number, put in enumerate(PLACES.values()):
+        for number, put in enumerate(PLACES.values(), 1):
             put(model, 1.0 + number_of(x) * number / 100)
         y = model(x.requires_grad_())
         for put in PLACES.values():
