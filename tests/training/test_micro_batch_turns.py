@@ -487,6 +487,7 @@ def test_a_buffer_that_forwards_write_is_named(way):
     model.inner.register_buffer("calls", torch.zeros(2))
     with streamed(model):
         assert len(accumulate(step, batches(2), interleave=False)) == 2
+    assert way != "written" or model.inner.calls.tolist() == [2.0, 2.0]
 
 
 # ---- what a step hands over, and what it is answered ----
