@@ -316,6 +316,7 @@ HEAD = json.dumps({"schema": SCHEMA, "devices": []})
         (f'{HEAD}\n["event"]\n', "line 2: no part of a recording$"),
         (f"{HEAD}\nhalf\n", "line 2: not JSON: Expecting value"),
         (f'{HEAD}\n{{"event": "wait", "layer": "a"}}\n', "line 2 is damaged: wait without seconds"),
+        (f'{{"schema": "{SCHEMA}"}}\n', "line 1: .* it names no devices$"),
         (f'{{"schema": "{SCHEMA}", "devices": {{}}}}\n', "line 1: .* it names no devices$"),
         (f'{{"schema": "{SCHEMA}", "devices": [{{"name": "a"}}]}}\n', "it names no devices$"),
         (f'{{"schema": "{SCHEMA}", "devices": [["device", "name"]]}}\n', "it names no devices$"),
