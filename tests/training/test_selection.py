@@ -117,6 +117,7 @@ def test_what_keeps_a_layer_on_the_device(kind, what):
     model = nn.Sequential(kind(8, 8), nn.Linear(8, 8))
     change(model[0])
     assert reasons(model) == ({"0": reason} if reason else {})
+    assert [leaf.name for leaf in select(model).leaves] == (["1"] if reason else ["0", "1"])
 
 
 def test_a_layer_without_elements_stays():
