@@ -150,8 +150,11 @@ def test_a_model_that_is_gone_has_no_grains() -> None:
 
 def test_what_lends_around_grains_is_told_from_the_outside_in() -> None:
     """As a call takes turns, or two threads wait for each other."""
-    nested = [f"0.inner.inner.{name}" for name in (*BLOCKS, "head")]
-    assert grains_named(nn.Sequential(Table(Table(Net())))) == (nested, ["0", "0.inner"])
+    model = Table(Table(Net()))
+    inner = [f"inner.inner.{name}" for name in (*BLOCKS, "head")]
+    assert grains_named(model) == (inner, ["", "inner"])
+    nested = [f"0.{name}" for name in inner]
+    assert grains_named(nn.Sequential(model)) == (nested, ["0", "0.inner"])
 
 
 def test_there_are_no_grains_where_all_weights_have_room() -> None:
