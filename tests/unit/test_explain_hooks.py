@@ -116,7 +116,7 @@ def test_the_hook_explains_an_uncaught_error_under_its_traceback() -> None:
     assert "\x1b" not in ended.stderr
 
 
-def test_threads_get_back_their_hook_unless_somebody_replaced_ours(
+def test_hooks_come_back_unless_somebody_replaced_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def mine(*args: object) -> None:
@@ -134,10 +134,13 @@ def test_threads_get_back_their_hook_unless_somebody_replaced_ours(
     hooks.install()
     hooks.uninstall()
     assert (sys.excepthook, threading.excepthook) == (mine, mine)
-    hooks.install()
-    threading.excepthook = later
-    hooks.uninstall()
-    assert (sys.excepthook, threading.excepthook) == (mine, later)
+    for module, left in ((threading, (mine, later)), (sys, (later, mine))):
+        monkeypatch.setattr(threading, "excepthook", mine)
+        monkeypatch.setattr(sys, "excepthook", mine)
+        hooks.install()
+        monkeypatch.setattr(module, "excepthook", later)
+        hooks.uninstall()
+        assert (sys.excepthook, threading.excepthook) == left
 
 
 def test_the_hooks_that_were_there_are_called_first(
@@ -154,7 +157,9 @@ def test_the_hooks_that_were_there_are_called_first(
         noted.add_note(hooks.HEADING)
         sys.excepthook(MemoryError, error, None)
         told = capsys.readouterr().err
-        assert told.startswith(f"mine\n{hooks.HEADING}") and told.count("What to change first") == 1
+        first, heading, *_ = told.splitlines()
+        assert first == "mine" and heading.startswith(hooks.HEADING) and len(heading) == 60
+        assert told.count("What to change first") == 1
         for silent in (KeyboardInterrupt(oom), SystemExit(oom), ValueError("x"), noted):
             sys.excepthook(type(silent), silent, None)
             assert capsys.readouterr().err == "mine\n"
