@@ -76,7 +76,7 @@ static inline void fill_weights(char *weights, size_t count, unsigned pattern) {
 static inline unsigned sweep_stride(void) {
 #if defined(__SANITIZE_THREAD__)
     const char *stride = getenv("ORACLE_OFFLOAD_TEST_FAULT_STRIDE");
-    if (stride)
+    if (stride && strtoul(stride, NULL, 10))
         return (unsigned)strtoul(stride, NULL, 10);
 #endif
     return 1;
