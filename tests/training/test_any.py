@@ -710,8 +710,14 @@ class Asks(nn.Module):
         self.matrix, self.scale = weights(WIDTH, WIDTH), weights(WIDTH)
 
     def forward(self, x):
+        passes_on = not torch.is_inference_mode_enabled()
         self.found = [
-            (isinstance(t, nn.Parameter), t.requires_grad, t.is_leaf or t.requires_grad, t.shape)
+            (
+                isinstance(t, nn.Parameter),
+                t.requires_grad,
+                t.is_leaf or (t.requires_grad and passes_on),
+                t.shape,
+            )
             for t in (self.matrix, self.scale)
         ]
         return x @ self.matrix * self.scale
