@@ -56,9 +56,14 @@ def test_a_budget_that_makes_no_sense_is_refused_with_its_value(name, value):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-@pytest.mark.parametrize("where", [("cuda",), ("cuda:3",), (0,), ()], ids=str)
-def test_cuda_without_cuda(where):
-    with pytest.raises(OffloadError, match=r"device='cuda.*torch sees no CUDA.*device='cpu'"):
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [(("cuda",), "cuda"), (("cuda:3",), "cuda:3"), ((0,), "cuda:0"), ((), "cuda")],
+    ids=str,
+)
+def test_cuda_without_cuda(where, named):
+    said = f"device='{named}', but torch sees no CUDA device .*device='cpu'"
+    with pytest.raises(OffloadError, match=said):
         oracle_offload.attach(mlp(8, 8), *where)
 
 
