@@ -5,7 +5,7 @@
 #   ARGS="-k name -x"        more arguments for pytest, the demo or the benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-all test-bill test-shuffled device-type lint format bench ctest asan-check asan-python tsan-check \
+.PHONY: help build demo test test-all test-bill ci-bill test-shuffled device-type lint format bench ctest asan-check asan-python tsan-check \
         windows-check analyze compile_commands.json \
         proof mutation mutation-near mutation-python mutation-python-all coverage fuzz conformance screenshots \
         cuda-environment cuda-build cuda-core cuda-check oldest-torch newest-torch \
@@ -30,6 +30,7 @@ help:
 	@echo "make test          build in place and run what a change breaks most often: minutes"
 	@echo "make test-all      every behaviour once, as .ci/run has it"
 	@echo "make test-bill     the same, and what each test costs into docs/development.md"
+	@echo "make ci-bill       what each part of .ci/run took when it ran last, and the dearest tests"
 	@echo "make test-shuffled test-all in another order, of files and of the tests in each: SEED=1"
 	@echo "make device-type   the tests that take a device, on a device type that is not cpu"
 	@echo "make cuda-check    PyTorch's CUDA build over the simulated driver, in .venv-cuda (6.5 GB)"
@@ -155,7 +156,6 @@ demo: build
 
 # A file's tests stay in one process, which has its own simulated driver.
 side_by_side = -n auto --maxprocesses 4 --dist loadfile
-slowest = --durations=30 --durations-min=1
 # Three tiers, by two markers: tools/tiers.py.
 test: build
 	"$(PY)" -m pytest $(side_by_side) -m "not gpu and not slow and not ci" $(ARGS)
@@ -163,7 +163,7 @@ test: build
 # Of a test that takes a device one case: device-type has them all.
 all := not gpu and not slow and not (ci and elsewhere) and not again
 test-all: build
-	"$(PY)" -m pytest $(side_by_side) $(slowest) -m "$(all)" $(ARGS)
+	"$(PY)" -m pytest $(side_by_side) -m "$(all)" $(ARGS)
 
 # The files in another order, and the tests of each: the seed names it.
 SEED ?= 1
@@ -177,9 +177,13 @@ test-bill: build
 		-p bill --bill out/bill-simgpu.json $(ARGS)
 	"$(PY)" tools/bill.py out/bill.json out/bill-simgpu.json --write
 
+# What a run of .ci/run took. With ARGS=--write into docs/development.md and tests/dear.txt.
+ci-bill: $(call ready,test)
+	"$(PY)" tools/bill.py --parts out/ci.txt out/bill.json out/bill-simgpu.json $(ARGS)
+
 # The tests that take a device, on one whose type is not "cpu". In processes of their own.
 device-type: build
-	"$(PY)" -m pytest $(side_by_side) $(slowest) tests/training tests/clients --device simgpu $(ARGS)
+	"$(PY)" -m pytest $(side_by_side) tests/training tests/clients --device simgpu $(ARGS)
 
 # Everything about torch.cuda that can be run without a GPU: docs/simulator.md says what that proves.
 cuda-check: cuda-build

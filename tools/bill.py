@@ -29,11 +29,11 @@ from tiers import DEAR, LONG_S, TOGETHER_S
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "development.md"
 BEGIN, END = "<!-- bill: make test-bill -->\n", "<!-- end of the bill -->"
-PARTS_BEGIN = "<!-- parts: python tools/bill.py --parts out/ci.txt --write -->\n"
+PARTS_BEGIN = "<!-- parts: .ci/run, then make ci-bill ARGS=--write -->\n"
 PARTS_END = "<!-- end of the parts -->"
 ADDED = ("site", "gpu-rehearsal", "cuda-core")  # parts of .ci/run that are no check of a change
 PHASES = ("import", "set-up", "call", "processes")
-FILES_SHOWN, FUNCTIONS_SHOWN = 25, 25
+FILES_SHOWN, FUNCTIONS_SHOWN = 25, 30
 WHEN = {"setup": "set-up", "call": "call", "teardown": "set-up"}
 
 # Of a test, or of a file that is imported: a Counter of seconds by phase.
