@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
+import bill
 import common
 import cuda_check
 import cuda_mutants
@@ -74,13 +76,16 @@ def test_without_the_simulated_driver_nothing_runs(monkeypatch: pytest.MonkeyPat
 def test_ci_fails_with_this_unless_the_machine_is_said_to_have_no_room(
     asked: str, ends: int, tmp_path: Path
 ) -> None:
-    """Where `make` does all but this."""
+    """Where `make` does all but this, in a tree of its own, where it writes what each part took."""
     called = tmp_path / "called"
+    script = tmp_path / ".ci" / "run"
+    script.parent.mkdir()
+    shutil.copy(cuda_check.ROOT / ".ci" / "run", script)
     make = tmp_path / "make"
     make.write_text(f'#!/bin/sh\necho "$1" >> {called}\n[ "$1" != cuda-core ] || exit 2\n')
     make.chmod(0o755)
     done = subprocess.run(
-        ["bash", str(cuda_check.ROOT / ".ci" / "run")],
+        ["bash", str(script)],
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         | {"ORACLE_OFFLOAD_CI_CUDA": asked},
         capture_output=True,
@@ -89,6 +94,9 @@ def test_ci_fails_with_this_unless_the_machine_is_said_to_have_no_room(
     assert done.returncode == ends
     assert ("cuda-core" in called.read_text().split()) is (asked == "1")
     assert "test-all" in called.read_text().split()
+    took = bill.parts_page((tmp_path / "out" / "ci.txt").read_text().splitlines())
+    assert "| `make test-all` | 0 | 0 |" in took
+    assert ("ci-bill" in called.read_text().split()) is (ends == 0)
 
 
 def test_a_part_that_lacks_something_says_what_and_fails_only_who_names_it(
