@@ -38,7 +38,7 @@ DEAR = Path(__file__).resolve().parent.parent / "tests" / "dear.txt"
 SKIPPED = Path(__file__).resolve().parent.parent / "tests" / "training" / "simgpu_skips.txt"
 # Seconds of processors that a case of a test takes which `make test` leaves out, and that all cases
 # of a test may take in .ci/run.
-LONG_S, TOGETHER_S = 1.0, 6.0
+LONG_S, TOGETHER_S = 1.0, 4.0
 USUAL_S = 0.1  # what a test takes that is not listed as dear
 
 
