@@ -70,7 +70,7 @@ TIMEOUT_S = 10.0
 SLOW_TIMEOUT_S = 120.0  # of the two that only survivors of the rest meet
 SURVIVORS_ALLOWED = 0.03
 FAULT_STRIDE = 6  # of the sample of faults every sixth: the sweep is a test of its own
-NEAR_LINES, NEAR_COMMITS, NEAR_MOST, NEAR_SAMPLE = 3, 10, 120, 60
+NEAR_LINES, NEAR_COMMITS, NEAR_MOST, NEAR_SAMPLE = 3, 10, 60, 30
 ADDRESS_SPACE_KIB = 8 << 20  # a mutant that allocates without end
 # A header without kernels, so that loading it can be tested: the simulated driver asks no more.
 FATBIN = """#include "fatbin.h"
@@ -142,14 +142,18 @@ class Gate:
             self.tsan_objects = dict(zip(self.objects, made, strict=True))
             self.tsan_main = self.tsan.object(f"tests/c/{THREADS_TEST}.c")
             self.bindings = self.build.objects(c_build.sources("binding"))
-        seconds: dict[str, float] = {}
         self.patience_s: dict[str, float] = {}
-        for program in self.programs:
+
+        def timed(program: str) -> tuple[str, float]:
             start = time.monotonic()
-            outcome = self.program_test(program, folder)
-            seconds[program] = time.monotonic() - start
+            return self.program_test(program, folder), time.monotonic() - start
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            outcomes = dict(zip(self.programs, pool.map(timed, self.programs), strict=True))
+        for outcome, _ in outcomes.values():
             if outcome != "survived":
                 raise SystemExit(f"the tests fail without any mutation: {outcome}")
+        seconds = {program: took for program, (_, took) in outcomes.items()}
         self.programs.sort(key=lambda program: seconds[program])
         # A machine that has other work is no mutant that hangs.
         self.patience_s = {name: max(TIMEOUT_S, 5 * took) for name, took in seconds.items()}
