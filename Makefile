@@ -154,8 +154,8 @@ build: $(call ready,test)
 demo: build
 	"$(PY)" -m oracle_offload demo $(ARGS)
 
-# A file's tests stay in one process, which has its own simulated driver; the dearest come first.
-side_by_side = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# A file's tests stay in one process, which has its own simulated driver.
+side_by_side = -n auto --maxprocesses 4 --dist loadfile
 # Three tiers, by two markers: tools/tiers.py.
 test: build
 	"$(PY)" -m pytest $(side_by_side) -m "not gpu and not slow and not ci" $(ARGS)

@@ -66,8 +66,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        tiers.put_dear_files_first(items)
     if only == "simgpu":
         import simgpu
 

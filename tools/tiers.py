@@ -39,7 +39,6 @@ SKIPPED = Path(__file__).resolve().parent.parent / "tests" / "training" / "simgp
 # Seconds of processors that a case of a test takes which `make test` leaves out, and that all cases
 # of a test may take in .ci/run.
 LONG_S, TOGETHER_S = 1.0, 4.0
-USUAL_S = 0.1  # what a test takes that is not listed as dear
 
 
 def covering(cases: Sequence[Mapping[str, int]]) -> list[int]:
@@ -164,17 +163,6 @@ def mark(items: Sequence[pytest.Item]) -> None:
         for nth in set(range(len(same))).difference(spread(len(same))):
             if has_twin(same[nth]):
                 same[nth].add_marker(pytest.mark.ci)
-
-
-def put_dear_files_first(items: list[Any]) -> None:
-    """Sort the tests of several processes, so that all of them end at the same time.
-
-    Each process takes the next file of tests: the dearest first, and last many that take little.
-    """
-    seconds: dict[str, float] = defaultdict(float)
-    for item in items:
-        seconds[str(item.path)] += dear().get(item.nodeid.partition("[")[0], USUAL_S)
-    items.sort(key=lambda item: -seconds[str(item.path)])
 
 
 # ---- the plugin ----

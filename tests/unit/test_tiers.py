@@ -179,21 +179,6 @@ def test_of_a_dear_test_each_device_has_as_many_cases_as_take_so_long(
     assert chosen == [*left, *(5 + nth for nth in left)]
 
 
-def test_files_of_tests_come_in_the_order_of_what_they_take(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tiers, "dear", lambda: {"b.py::test": 5 * tiers.USUAL_S})
-    found = [
-        Item(nodeid=f"{name}.py::{test}", path=Path(f"{name}.py"))
-        for name, tests in (("a", ["one", "two"]), ("b", ["test[1]"]), ("c", ["x", "y", "z"]))
-        for test in tests
-    ]
-    tiers.put_dear_files_first(found)
-    assert [item.nodeid for item in found] == [
-        *("b.py::test[1]", "c.py::x", "c.py::y", "c.py::z", "a.py::one", "a.py::two")
-    ]
-
-
 def run_with_plugin(folder: Path, plugin: str, *options: str) -> None:
     """Run the tests in a folder with one of our plugins."""
     done = subprocess.run(
